@@ -86,9 +86,9 @@ PRIVATE = {
             f"{FAKE}.FakeTensorMode",
             f"{FAKE}.unset_fake_temporarily",
             f"{ATEN}._local_scalar_dense.default",
-            "torch.testing._internal.distributed.fake_pg.FakeStore",
         ],
     ),
+    "one rank of a world": (["training/fake_group.py"], ["torch.testing._internal.distributed.fake_pg.FakeStore"]),
     "flight records": (["training/faults/watchdog.py"], ["torch._C._distributed_c10d"]),
     "imports of the forkserver": (
         ["training/launch/preload.py"],

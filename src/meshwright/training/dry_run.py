@@ -10,7 +10,7 @@ The step runs the strategies, hooks and optimizer of the real one. Its tensors a
 values; its collectives send nothing. Where the step asks for a value (is the norm finite?), it gets one that lets it go on, and the routing of
 tokens to experts is balanced (`balanced_routing`). A plan with another operation that depends on values is checked without its step.
 
-Private names of torch: `FakeTensorMode`, `unset_fake_temporarily`, and `FakeStore` with the backend "fake".
+Private names of torch: `FakeTensorMode`, `unset_fake_temporarily`; the group is `fake_group`.
 
 Routing to experts in a step with fake tensors: which expert a token chooses depends on values, which fake tensors do not have.
 
@@ -32,14 +32,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.describe.config import Config
@@ -52,6 +51,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.precision import DTYPES, at_least_single
 from meshwright.training.checkpoint.folder import check_room
 from meshwright.training.data.samples import RandomSamples
+from meshwright.training.fake_group import fake_group, replaced
 from meshwright.training.folder import check_unused
 from meshwright.training.job import TrainingJob
 from meshwright.training.launch.join import Meeting
@@ -97,19 +97,6 @@ def balanced_routing() -> Iterator[None]:
         (ExpertDispatch, "_by_expert", rows_by_expert),
     ):
         yield
-
-
-@contextmanager
-def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Inside the `with` block these attributes (owner, name, value) have other values."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    for change in changes:
-        setattr(*change)
-    try:
-        yield
-    finally:
-        for change in before:
-            setattr(*change)
 
 
 def dry_run(
@@ -169,24 +156,25 @@ def fake_step(config: Config) -> str:
 def run_fake_rank(config: Config, rank: int) -> None:
     plan = config.plan
     workload = config.workload.but(batch=plan.dp * plan.microbatch * plan.pp)  # more micro-batches repeat the same work
-    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world)
-    try:
-        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), built_outside(config):
-            warnings.simplefilter("ignore")  # a fake tensor has no address
-            parallel = strategies.apply(
-                config.model,
-                plan,
-                workload,
-                rank,
-                dtype=DTYPES[plan.param_dtype],
-                order=plan.order or config.stack.order,
-                weights=NoWeights(),
-            )
-            trainer = Trainer(parallel, RandomSamples(config.model, config.workload.seq, 0), config.optimizer)
-            with Values(config.model.top_k / config.model.experts if config.model.experts else 1.0), balanced_routing():
-                trainer.train_step()
-    finally:
-        distributed.destroy_process_group()
+    with (
+        fake_group(rank, plan.world),
+        warnings.catch_warnings(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        built_outside(config),
+    ):
+        warnings.simplefilter("ignore")  # a fake tensor has no address
+        parallel = strategies.apply(
+            config.model,
+            plan,
+            workload,
+            rank,
+            dtype=DTYPES[plan.param_dtype],
+            order=plan.order or config.stack.order,
+            weights=NoWeights(),
+        )
+        trainer = Trainer(parallel, RandomSamples(config.model, config.workload.seq, 0), config.optimizer)
+        with Values(config.model.top_k / config.model.experts if config.model.experts else 1.0), balanced_routing():
+            trainer.train_step()
 
 
 class NoWeights:

@@ -1,0 +1,250 @@
+"""Measure one rank of a large plan on one device: the trainer's step with real tensors of that rank, on a fake process group.
+
+    group      `fake_group`: one process is rank N of the plan's world
+    apply      the plan, as `train` applies it: the shapes, strategies, kernels and compiled graphs of this rank
+    warm up    compilers, caches, optimizer states
+    time       steps without a pause between them: forward and backward, and the end of the step
+    parts      one more step under torch's profiler (GPU: seconds by group of kernels) or our tracer (CPU: seconds by block)
+
+The numbers that a step computes have no meaning, so no loss is reported. Experts receive equal numbers of tokens (`balanced_routing`).
+Memory is the peak of the allocator in the timed steps; on a CPU the peak of all live tensors in one observed step. With a pipeline, twice as many
+micro-batches as stages run (`predict.one_rank.measured_config`): more of them repeat the same work and hold no more memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.describe.config import Config
+from meshwright.describe.layout import Layout
+from meshwright.describe.result import GIB
+from meshwright.describe.run_folder import PROFILE
+from meshwright.errors import MeshwrightError
+from meshwright.models.router import Router, Routing
+from meshwright.parallel.apply import apply
+from meshwright.parallel.expert.dispatch import ParallelPlacement
+from meshwright.parallel.numerics.precision import DTYPES
+from meshwright.predict.one_rank import RankMeasurement, measured_config
+from meshwright.training.data.samples import RandomSamples
+from meshwright.training.fake_group import fake_group, filled_receives, replaced
+from meshwright.training.hooks import Hook, StepRecord
+from meshwright.training.loop import Trainer
+from meshwright.training.measure import timeline
+from meshwright.training.measure.observe import Observer
+from meshwright.training.measure.profile import Profiler, trace_step
+
+WARMUP = 3
+BALANCED = "experts receive equal numbers of tokens"
+
+
+def ranks_of_stages(config: Config) -> list[int]:
+    """The rank of each pipeline stage in the first data-parallel replica."""
+    layout = Layout(config.plan, config.plan.order or config.stack.order)
+    return sorted(int(rank) for rank in layout.groups("pp")[0]) if config.plan.pp > 1 else [0]
+
+
+def measure_rank(
+    config: Config,
+    rank: int,
+    steps: int,
+    device: str,
+    before_timing: Callable[[], None] = lambda: None,
+) -> RankMeasurement:
+    """Measure rank `rank` of a configuration that `training.run.completed` has completed."""
+    shown = measured_config(config)
+    try:
+        with fake_group(rank, config.plan.world), filled_receives(), balanced_routing(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return measure_trainer(make_trainer(shown, rank, device), shown, rank, steps, before_timing)
+    except torch.OutOfMemoryError as error:
+        raise MeshwrightError(
+            "MW-MEASURE-002",
+            f"rank {rank} of '{config.plan.title()}' does not fit on this device",
+            why=str(error).split(". ")[0],
+            fix="--set plan.recompute=full, or a smaller plan.microbatch",
+            exit_code=3,
+        ) from None
+    finally:
+        free_device(device)
+
+
+def make_trainer(config: Config, rank: int, device: str) -> Trainer:
+    """The trainer of one rank, with weights that are drawn on the device."""
+    parallel = apply(
+        config.model,
+        config.plan,
+        config.workload,
+        rank,
+        device=device,
+        dtype=DTYPES[config.plan.param_dtype],
+        weights=DeviceWeights(device),
+        order=config.plan.order or config.stack.order,
+        compile=config.run.compile,
+    )
+    return Trainer(parallel, RandomSamples(config.model, config.workload.seq, 0), config.optimizer)
+
+
+class DeviceWeights:
+    """Initial weights of the usual size, drawn on the device for this rank's part only: which numbers they are has no meaning here."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        values = torch.empty(tuple(shape), device=self.device)
+        return values.fill_(1.0) if len(full) == 1 else values.normal_(0.0, 0.02)
+
+
+def free_device(device: str) -> None:
+    gc.collect()
+    torch.compiler.reset()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def measure_trainer(
+    trainer: Trainer, config: Config, rank: int, steps: int, before_timing: Callable[[], None]
+) -> RankMeasurement:
+    device = str(trainer.parallel.mesh.device)
+    on_gpu, plan = device.startswith("cuda"), config.plan
+    trainer.policy.accept = lambda *_: True  # type: ignore[method-assign]  # every step updates, whatever the numbers are
+    records = trainer.train(WARMUP)
+    before_timing()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    marks = Marks(on_gpu)
+    trainer.hooks.append(marks)
+    records += trainer.train(steps)
+    trainer.hooks.clear()
+    times = marks.times()
+    allocated, reserved, phases = 0.0, None, None
+    if on_gpu:
+        reserved = torch.cuda.max_memory_reserved() / GIB
+        phases = {phase: max(sizes) / GIB for phase, sizes in marks.peaks.items()}
+        phases["between steps"] = torch.cuda.memory_allocated() / GIB
+        allocated = max(phases.values())
+    parts = kernel_groups(trainer) if on_gpu else blocks(trainer)
+    if not on_gpu:
+        with Observer(trainer) as observer:
+            trainer.train_step()
+        allocated = observer.observed().peak_bytes / GIB
+    notes = [BALANCED] if config.model.experts else []
+    if wrong := sum(not math.isfinite(record.gradient_norm) for record in records):
+        notes.append(f"{wrong} of {len(records)} steps computed with NaN, which a GPU multiplies faster")
+    whole = [backward + closing for backward, closing in times]
+    trainer.loader.close()
+    return RankMeasurement(
+        rank,
+        trainer.parallel.mesh.coordinates["pp"],
+        config.workload.batch // (plan.dp * plan.microbatch),
+        steps,
+        statistics.median(backward for backward, _ in times),
+        statistics.median(closing for _, closing in times),
+        (max(whole) - min(whole)) / statistics.median(whole),
+        allocated,
+        reserved,
+        parts,
+        phases,
+        tuple(notes),
+    )
+
+
+class Marks(Hook):
+    """Marks the start of each step and the end of its gradients, on a GPU by events, which the host does not wait for; and the peak of
+    allocated bytes in each of the two parts, which the allocator counts as the host issues work."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.on_gpu, self.marks = on_gpu, list[Any]()
+        self.peaks: dict[str, list[int]] = {"forward and backward": [], "update": []}
+
+    def peak(self, phase: str) -> None:
+        if self.on_gpu:
+            self.peaks[phase].append(torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+
+    def mark(self) -> None:
+        if self.on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def start(self, trainer: Any) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        self.mark()
+
+    def after_gradients(self, trainer: Any) -> None:
+        self.mark()
+        self.peak("forward and backward")
+
+    def after_step(self, trainer: Any, record: StepRecord) -> None:
+        self.mark()
+        self.peak("update")
+
+    def times(self) -> list[tuple[float, float]]:
+        """Seconds of forward and backward, and of the end, of each step."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(self.marks, self.marks[1:], strict=False)]
+        else:
+            seconds = [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
+        return list(zip(seconds[::2], seconds[1::2], strict=True))
+
+
+def kernel_groups(trainer: Trainer) -> dict[str, float]:
+    """Seconds of one profiled step by group of kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.hooks.append(Profiler(Path(folder), 1, trainer.step + 1))
+        trainer.train(1)
+        trainer.hooks.clear()
+        file = Path(folder) / PROFILE / f"rank-{trainer.parallel.mesh.rank}.json"
+        return timeline.of_trace(json.loads(file.read_text("utf-8"))) if file.is_file() else {}
+
+
+def blocks(trainer: Trainer) -> dict[str, float]:
+    """Seconds of one traced step by block and direction."""
+    traced = trace_step(trainer)
+    found: dict[str, float] = {}
+    for block in traced.blocks:
+        action = next((a.name for a in traced.actions if a.start <= block.start < a.end), "F")
+        name = f"{block.name} {action}"
+        found[name] = found.get(name, 0.0) + block.end - block.start
+    return found
+
+
+@contextmanager
+def balanced_routing() -> Iterator[None]:
+    """While active, routers report that every expert was chosen equally often; the counts stay on the device."""
+    route = Router.forward
+
+    def forward(router: Router, x_TH: Tensor, tokens: Any) -> Routing:
+        routing = route(router, x_TH, tokens)
+        rows, experts = len(routing.token_R), router.experts
+        counts = torch.full_like(routing.counts_E, rows // experts)
+        counts[: rows % experts] += 1
+        return replace(routing, counts_E=counts)
+
+    def exchange_counts(placement: ParallelPlacement, outgoing: Tensor) -> Tensor:
+        """Every rank sends what this one sends to its own place in the group."""
+        ranks, mine = placement.mesh.size("expert_tp"), placement.mesh.index("ep")
+        return outgoing[mine].expand(ranks, placement.ep_size, -1).contiguous()
+
+    with replaced((Router, "forward", forward), (ParallelPlacement, "exchange_counts", exchange_counts)):
+        yield
