@@ -65,6 +65,16 @@ def test_the_choices_are_asked_for_after_the_views_are_answered(server: str, ope
     assert seen == ["asked views", "answered views"]
 
 
+def test_a_chip_shows_its_effect_and_applying_it_has_that_effect(server: str, open_page: Open) -> None:
+    page = open_page(server + "/" + SMALL)
+    chip = page.get_by_role("group", name="ZeRO stage").locator('label:has(input[value="3"]) small')
+    chip.wait_for()
+    saved = 1e3 * (small().prediction.step_time_s - small(zero=3).prediction.step_time_s)
+    words = chip.inner_text()
+    assert milliseconds(words[1:]) == pytest.approx(abs(saved), rel=6e-2)  # two digits
+    assert words[0] == ("−" if saved > 0 else "+")
+
+
 def test_back_undoes_and_the_address_restores(server: str, open_page: Open) -> None:
     page = open_page(server + "/" + SMALL)
     first = number(page, "step")

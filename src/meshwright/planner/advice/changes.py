@@ -62,10 +62,11 @@ class Change:
         return {"fields": dict(self.fields), "legal": self.plan is not None, **values}
 
 
-def single_changes(config: Config) -> dict[str, list[Change]]:
-    """By field: a change for each value that differs from the plan's, legal or not, in the order of the values."""
+def single_changes(config: Config, framework: bool = True) -> dict[str, list[Change]]:
+    """By field: a change for each value that differs from the plan's, legal or not, in the order of the values. With `framework` only plans
+    that the stack's framework runs are legal."""
     by_field: dict[str, list[Change]] = {}
-    for change in priced(config, candidates(config, config.plan)):
+    for change in priced(config, candidates(config, config.plan, framework)):
         by_field.setdefault(change.fields[0][0], []).append(change)
     return by_field
 
@@ -91,11 +92,11 @@ def first_changes(config: Config, most: int = 5) -> list[Change]:
     return list(best.values())[:most]
 
 
-def candidates(config: Config, plan: Plan | None) -> Iterator[Change]:
+def candidates(config: Config, plan: Plan | None, framework: bool = True) -> Iterator[Change]:
     """Every other value of the fields of `KNOBS`, completed to a legal plan or with the reason why there is none."""
     c, names = config, Plan.model_fields
     assert plan is not None
-    case = Case(plan, c.model, c.workload, c.cluster, c.stack, framework=bool(c.stack.can.framework))
+    case = Case(plan, c.model, c.workload, c.cluster, c.stack, framework=framework and bool(c.stack.can.framework))
     ruled = choices(case, legal)
     free = {
         k: [Choice(v, True) for v in vs] for k, vs in free_values(plan, c.model.layers, c.stack.flat_shards).items()

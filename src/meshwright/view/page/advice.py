@@ -1,18 +1,25 @@
-"""The best next changes of a plan: the findings of `lint`, each with its cost, its fix and the changes of inputs that apply it."""
+"""What to change first: the changes of the plan that save most, and the findings of `lint`, each with the changes of inputs that apply it."""
 
+from meshwright.describe.plan import Plan
+from meshwright.describe.result import values_of
+from meshwright.planner.advice.changes import first_changes
 from meshwright.planner.advice.lint.check import check
 from meshwright.units import Json
 from meshwright.view.page.subject import Subject
 
 
 def data(subject: Subject) -> Json:
-    """Findings, the costliest first; `set` has the plan's fields that the fix changes."""
+    """The best changes first, then the findings, the costliest first; `set` has the plan's fields that change."""
     e = subject.estimate
-    out = []
-    for f in check(subject.config, e):
-        changed = {}
-        if f.fixed is not None:
-            old, new = e.plan.model_dump(), f.fixed.model_dump()
-            changed = {f"plan.{k}": list(v) if isinstance(v, tuple) else v for k, v in new.items() if old[k] != v}
-        out.append({**f.as_dict(), "set": changed})
-    return {"findings": out, "step_time_s": e.prediction.step_time_s}
+    first = [
+        {"title": c.title, "set": fields_changed(e.plan, c.plan), **values_of(c, "saves_s", "memory_gib", "fix")}
+        for c in first_changes(subject.config)
+    ]
+    findings = [{**f.as_dict(), "set": fields_changed(e.plan, f.fixed)} for f in check(subject.config, e)]
+    return {"first": first, "findings": findings, "step_time_s": e.prediction.step_time_s}
+
+
+def fields_changed(old: Plan, new: Plan | None) -> Json:
+    """The inputs that turn one plan into another; {} where there is none."""
+    before, after = old.model_dump(), (new or old).model_dump()
+    return {f"plan.{k}": list(v) if isinstance(v, tuple) else v for k, v in after.items() if before[k] != v}

@@ -1,5 +1,5 @@
 """The values that the page's inputs offer, from the one predicate of legality: of each plan field, and of GPUs, batch, sequence and precision,
-each with the changes of the plan that keep it legal."""
+each with the changes of the plan that keep it legal; for each legal value of the plan, how the step time and the memory change."""
 
 from typing import Any, get_args
 
@@ -9,10 +9,13 @@ from meshwright.describe.legality import Case, legal, problem
 from meshwright.describe.legality.case import mended
 from meshwright.describe.legality.choices import choices as legal_choices
 from meshwright.describe.legality.choices import free_values
+from meshwright.describe.plan import Plan
 from meshwright.describe.plan_fields import PlanFields
+from meshwright.describe.result import values_of
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Precision, Scaling
 from meshwright.errors import MeshwrightError
+from meshwright.planner.advice.changes import single_changes
 from meshwright.planner.sizing import MOST_GPUS
 
 BATCHES = sorted({2**k for k in range(17)} | {3 * 2**k for k in range(4, 15)})
@@ -20,7 +23,8 @@ SEQUENCES = [2**k for k in range(7, 21)]
 
 
 def choices(document: dict[str, Any]) -> dict[str, Any]:
-    """For a plan file as JSON: {"fields": {field: [{"value", "legal", "reason", "changes"}]}, "sizes": the same for GPUs, batch and sequence,
+    """For a plan file as JSON: {"fields": {field: [{"value", "legal", "reason", "changes", and "saves_s", "more_gib", "fits" of
+    `planner.advice.changes` where the plan is legal}]}, "sizes": the same for GPUs, batch and sequence, without effects,
     "problem": the plan's first broken rule or null, "mend": the changes of plan fields that make it legal, or null}.
 
     The plan itself may be illegal: the page then shows which choices mend it. A cluster without `gpus` takes the size of every plan.
@@ -36,6 +40,8 @@ def choices(document: dict[str, Any]) -> dict[str, Any]:
         for field, values in free_values(plan, config.model.layers, config.stack.flat_shards).items()
     }
     error = problem(case)
+    if error is None and cluster:
+        add_effects(config.but(plan=Plan(**plan.model_dump())), by_field | free)
     return {
         "fields": by_field | free,
         "sizes": sizes(config, plan),
@@ -43,6 +49,19 @@ def choices(document: dict[str, Any]) -> dict[str, Any]:
         "problem": error.as_dict() if error else None,
         "mend": mended(case, legal) if error else {},
     }
+
+
+def add_effects(config: Config, fields: dict[str, list[dict[str, Any]]]) -> None:
+    """Tell of each value what it would do to the step time and the memory, as `estimate` says."""
+    for name, changes in single_changes(config, framework=False).items():
+        by_value = {repr(plain(change.fields[0][1])): change for change in changes if change.plan}
+        for choice in fields.get(name, ()):
+            if change := by_value.get(repr(choice["value"])):
+                choice.update(values_of(change, "saves_s", "more_gib", "fits"))
+
+
+def plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def sizes(config: Config, plan: PlanFields) -> dict[str, list[dict[str, Any]]]:

@@ -31,7 +31,7 @@ class View:
 
 
 TITLES = {
-    "verdict": "The verdict", "advice": "The best next changes", "memory": "Memory per GPU", "leaders": "The best plans",
+    "verdict": "The verdict", "advice": "What to change first", "memory": "Memory per GPU", "leaders": "The best plans",
     "waterfall": "Where the step's time goes", "timeline": "Pipeline timeline", "stages": "Between stages",
     "roofline": "Communication roofline", "ranks": "Grid of ranks", "goodput": "Goodput", "heatmap": "tp × pp heat map",
     "pareto": "Time against memory", "scaling": "Scaling", "batch": "Efficiency against batch", "sensitivity": "Sensitivity",

@@ -65,7 +65,9 @@ def sentence(e: Estimate, pipeline: dict[str, Any] | None) -> str:
     words = [f"{v.name} is {v.value:.0%} (target: {v.target})" for v in missed]
     if pipeline and pipeline["advice"]:
         words = [w for w in words if not w.startswith("bubble")] + [pipeline["advice"]]
-    return ("; ".join(words)[:1].upper() + "; ".join(words)[1:] + ".") if words else "All targets are met."
+    if not words:
+        return "All targets are met." if e.prediction.fits else "Every other target is met."
+    return "; ".join(words)[:1].upper() + "; ".join(words)[1:] + "."
 
 
 def pipeline_verdict(e: Estimate) -> dict[str, Any]:

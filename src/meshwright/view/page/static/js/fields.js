@@ -17,6 +17,15 @@ function reasons(choices, text) {
     h("ul", null, [...groups].map(([reason, values]) => h("li", null, h("b", null, values.join(", ")), `: ${reason}`))));
 }
 
+/** What a value would do to the step and the memory: a short text under it, the whole in its tip. */
+const sign = (value) => (value > 0 ? "+" : "−");
+const described = (c) => (c.saves_s === undefined ? null : `step ${sign(-c.saves_s)}${format.seconds(Math.abs(c.saves_s))}, memory ${sign(c.more_gib)}${format.gib(Math.abs(c.more_gib))}${c.fits ? "" : ": does not fit"}`);
+function effect(c) {
+  const { saves_s: saves, fits } = c, none = Math.abs(saves) < 1e-9;
+  if (saves === undefined) return null;
+  return h("small", { title: described(c), class: !fits ? "tone-bad" : none ? null : saves > 0 ? "tone-good" : "tone-warn" }, none ? "±0" : `${sign(-saves)}${format.seconds(Math.abs(saves), 2)}`);
+}
+
 /** A row of values, one chosen: radio buttons drawn as chips. choices: [{ value, legal, reason, changes }]. */
 export function chips(label, about, pick, { text = String, most = 14 } = {}) {
   const name = unique(label), row = h("div", { class: "chips" }), why = h("div", null);
@@ -28,7 +37,7 @@ export function chips(label, about, pick, { text = String, most = 14 } = {}) {
       const shown = around(choices, value, most), key = JSON.stringify(shown);
       if (key !== drawn) {
         const focused = row.contains(document.activeElement) ? document.activeElement.value : null;
-        clear(row).append(...shown.map((c) => h("label", { title: c.reason || null }, h("input", { type: "radio", name, value: String(c.value), disabled: !c.legal && c.value !== value, onchange: () => pick(c) }), h("span", null, text(c.value)))));
+        clear(row).append(...shown.map((c) => h("label", { title: c.reason || null }, h("input", { type: "radio", name, value: String(c.value), "aria-label": text(c.value), "aria-description": described(c), disabled: !c.legal && c.value !== value, onchange: () => pick(c) }), h("span", { class: c.fits === false ? "too-large" : null }, text(c.value), effect(c)))));
         clear(why).append(...[reasons(shown.filter((c) => c.value !== value), text)].filter(Boolean));
         drawn = key;
         if (focused !== null) [...row.querySelectorAll("input")].find((i) => i.value === focused)?.focus({ preventScroll: true });
@@ -47,6 +56,11 @@ function around(choices, value, most) {
   return choices.filter((c) => kept.has(c));
 }
 
+const worded = (c) => {
+  const node = effect(c);
+  return node ? `  (${node.textContent}${c.fits ? "" : ", does not fit"})` : "";
+};
+
 /** A select of words, illegal ones disabled with their reason. */
 export function words(label, about, pick, { text = String } = {}) {
   const id = unique(label), why = h("div", null);
@@ -60,7 +74,7 @@ export function words(label, about, pick, { text = String } = {}) {
       current = choices;
       const key = JSON.stringify(choices);
       if (key !== drawn) {
-        clear(select).append(...choices.map((c) => h("option", { value: String(c.value), disabled: !c.legal, title: c.reason || null }, c.legal ? text(c.value) : `${text(c.value)} (not possible)`)));
+        clear(select).append(...choices.map((c) => h("option", { value: String(c.value), disabled: !c.legal, title: c.reason || null }, c.legal ? `${text(c.value)}${worded(c)}` : `${text(c.value)} (not possible)`)));
         clear(why).append(...[reasons(choices.filter((c) => !same(c.value, value)), text)].filter(Boolean));
         drawn = key;
       }

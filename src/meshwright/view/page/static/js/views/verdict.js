@@ -1,4 +1,4 @@
-// The verdict: fits or not, what bounds the step, targets, and the best next changes.
+// The verdict: fits or not, what bounds the step, targets, and what to change first.
 
 import { format, h, panel, table } from "meshwright/draw.js";
 import { about, changes } from "meshwright/views/overview.js";
@@ -13,7 +13,7 @@ export const view = {
   optional: ["advice"],
   draw(element, { verdict, advice }, context) {
     element.append(h("div", { class: `notice ${verdict.fits ? "good" : "error"}` }, h("p", null, h("b", null, verdict.headline)), h("p", null, verdict.sentence)));
-    const next = panel("The best next changes", null);
+    const next = panel("What to change first", null);
     element.append(h("div", { class: "columns" },
       panel("Targets", "What a good plan reaches.", table([
         { title: "", key: "good", text: (good) => h("span", { class: good ? "tone-good" : "tone-warn" }, good ? "✓ met" : "✗ missed") },
