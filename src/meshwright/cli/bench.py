@@ -3,9 +3,15 @@
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from meshwright.cli.options import described
+from meshwright.cli.output import patient, writable
+from meshwright.describe.files import write_text
+from meshwright.errors import MeshwrightError
+from meshwright.units import parse_seconds
+from meshwright.view.tables import show
 
 
 @described
@@ -26,10 +32,7 @@ def command(
 
     Alone it starts local processes; under torchrun or srun it joins their ranks, and rank 0 prints the result.
     An interrupted bench keeps what was measured, marked as interrupted."""
-    from meshwright.cli.output import patient, writable
-    from meshwright.errors import MeshwrightError
     from meshwright.training.launch.rank import placement
-    from meshwright.units import parse_seconds
 
     wait, limit = max(parse_seconds(timeout), 1.0), parse_seconds(budget)
     writable(json_file, html)
@@ -63,10 +66,8 @@ def measured(
     place: Any, ranks: int, sweep: Any, device: str, wait: float, show: Callable[[float, str], None]
 ) -> tuple[Any, BaseException | None]:
     """The result, and what interrupted it: Ctrl-C, a signal, or a rank that failed."""
-    from dataclasses import replace
 
     from meshwright.comm.bench.run import Collector, bench_rank
-    from meshwright.errors import MeshwrightError
     from meshwright.training.launch.join import connection_failed, joined
     from meshwright.training.launch.local import run as launch
     from meshwright.training.launch.rank import lost_connection
@@ -100,12 +101,10 @@ def measured(
 def finish(result: Any, json_file: str, html: str) -> None:
     """Write the files and print the tables."""
     from meshwright.view.bench import page
-    from meshwright.view.tables import show
 
     if json_file:
         result.write(json_file)
     if html:
-        from meshwright.describe.files import write_text
         from meshwright.view.page.sheet import bench_sheet
 
         write_text(html, bench_sheet(result))

@@ -3,6 +3,10 @@
 from typing import Any
 
 from meshwright.cli.options import described
+from meshwright.cli.output import patient, writable
+from meshwright.describe.files import write_text
+from meshwright.errors import MeshwrightError
+from meshwright.view.tables import show, show_json
 
 
 @described
@@ -25,8 +29,6 @@ def command(
     factors of these collectives on the links of the catalog's cluster, inside a node and between nodes. Use the file as --cluster FILE.
     With --from-run: the numbers of a stack, the catalog's values and what was measured, combined by Bayes' rule. Use the file as --stack FILE.
     With --runs: the numbers of all stacks of the catalog, from published runs."""
-    from meshwright.cli.output import writable
-    from meshwright.errors import MeshwrightError
 
     writable(out)
     sources = [bool(files), bool(runs), bool(from_run)]
@@ -45,10 +47,7 @@ def command(
     else:
         toml, data, pages, what = fitted_cluster(files, expect, name)
     if out:
-        from meshwright.describe.files import write_text
-
         write_text(out, toml)
-    from meshwright.view.tables import show, show_json
 
     if as_json:
         show_json(data)
@@ -75,7 +74,6 @@ def fitted_stacks(runs: str) -> Fitted:
     """Fit the numbers of all stacks to a table of runs, and show how they predict sources that were left out."""
     from meshwright.calibrate.runs import accuracy, left_out, rows
     from meshwright.calibrate.runs.validate import predict_rows
-    from meshwright.cli.output import patient
     from meshwright.view import validate as view
 
     table = accuracy.runs() if runs == "published" else list(rows.read(runs))

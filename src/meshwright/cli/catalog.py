@@ -4,7 +4,7 @@ from meshwright.cli.options import described
 from meshwright.describe import catalog
 from meshwright.errors import unknown
 from meshwright.view import catalog as view
-from meshwright.view.tables import show, show_json
+from meshwright.view.tables import present, show, show_json
 
 
 @described
@@ -15,17 +15,14 @@ def command(
 ) -> None:
     """List the models, clusters, accelerators, links and stacks in the catalog, with sources."""
     if kind == "frameworks":
-        show_json({kind: view.frameworks_json()}) if json else show(view.frameworks())
+        present(view.frameworks(), {kind: view.frameworks_json()}, json)
         return
     if kind and kind not in catalog.KINDS:
         raise unknown("MW-CAT-001", "catalog", kind, [*catalog.KINDS, "frameworks"], "meshwright catalog {}")
-    if json:
-        kinds = [kind] if kind else list(catalog.KINDS)
-        if name:
-            show_json(view.as_json(kind, name))
-        else:
-            show_json({k: {n: view.as_json(k, n) for n in catalog.names(k)} for k in kinds})
-    elif name:
-        show(view.card(kind, name))
+    if name:
+        present(view.card(kind, name), view.as_json(kind, name), json)
+    elif json:
+        kinds = [kind] if kind else catalog.KINDS
+        show_json({k: {n: view.as_json(k, n) for n in catalog.names(k)} for k in kinds})
     else:
         show(view.listing(kind) if kind else view.overview())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import typer
 
 from meshwright.cli.options import command_group, described
-from meshwright.units import Json
+from meshwright.cli.output import patient
+from meshwright.errors import MeshwrightError, unknown
+from meshwright.units import Json, counted, format_bytes
+from meshwright.view.tables import present, show, show_json
 
 command = command_group("List, verify, convert and delete the checkpoints of runs.")
 TARGETS = ("meshwright", "huggingface")
@@ -28,9 +32,8 @@ def list_command(
 
 def show_rows(rows: list[Json], as_json: bool) -> None:
     from meshwright.training.checkpoint.page import page
-    from meshwright.view.tables import show, show_json
 
-    show_json(rows) if as_json else show(page(rows))
+    present(page(rows), rows, as_json)
 
 
 @command.command("verify")
@@ -40,7 +43,6 @@ def verify_command(
     json: bool = False,
 ) -> None:
     """Read all files of checkpoints and compare their hashes with the manifest. Exit code 1 if one is damaged, incomplete or cannot be read."""
-    from meshwright.cli.output import patient
     from meshwright.training.checkpoint.folder import checkpoints_in
     from meshwright.training.checkpoint.page import summary
 
@@ -68,10 +70,8 @@ def prune_command(
     json: bool = False,
 ) -> None:
     """Delete all checkpoints of a run but the newest. The newest one is read first: nothing is deleted if it is damaged."""
-    from meshwright.errors import MeshwrightError
     from meshwright.training.checkpoint.folder import checkpoints_in, prune
     from meshwright.training.checkpoint.manifest import check_files, read_manifest
-    from meshwright.view.tables import show, show_json
 
     checkpoints = checkpoints_in(source)
     if checkpoints == [source]:
@@ -102,9 +102,7 @@ def convert_command(
     """Convert a checkpoint. Sources: Meshwright's, and torch's distributed checkpoints with torchtitan's names.
 
     A torch checkpoint has pickled metadata: it is read as data, and nothing in it is executed."""
-    from meshwright.cli.output import patient
     from meshwright.describe.config import load_model
-    from meshwright.errors import MeshwrightError, unknown
     from meshwright.training.checkpoint.convert import convert
     from meshwright.training.checkpoint.page import summary
 
@@ -127,12 +125,8 @@ def convert_command(
 
 def export_to_huggingface(source: Path, out: Path, dtype: str, like: Path | None, ema: bool, as_json: bool) -> None:
     """Write a Transformers folder and print what was written."""
-    from dataclasses import asdict
 
-    from meshwright.cli.output import patient
     from meshwright.training.checkpoint.convert import to_huggingface
-    from meshwright.units import counted, format_bytes
-    from meshwright.view.tables import show, show_json
 
     with patient("converting") as set_share:
         done = to_huggingface(source, out, dtype=dtype, like=like, average=ema, progress=set_share)

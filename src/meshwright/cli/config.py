@@ -6,7 +6,7 @@ from meshwright.cli.options import Overrides, command_group, described
 from meshwright.describe.config import CLASSES, configure, diff
 from meshwright.errors import unknown
 from meshwright.view import config as view
-from meshwright.view.tables import show, show_json
+from meshwright.view.tables import present, show_json
 
 command = command_group()
 
@@ -18,12 +18,10 @@ def show_command(
 ) -> None:
     """Check the plan, and print the resolved configuration with the origin of each value."""
     config = configure(plan=file, **asked).check()
-    if json:
-        show_json(view.as_json(config))
-    elif toml:
+    if toml and not json:
         print(config.to_toml(), end="")
     else:
-        show(view.page(config, everything))
+        present(view.page(config, everything), view.as_json(config), json)
 
 
 @command.command("diff")
@@ -31,10 +29,8 @@ def show_command(
 def diff_command(first: str, second: str, json: bool = False, **asked: Unpack[Overrides]) -> None:
     """Print the values in which two plan files differ; --cluster, --nodes, --gpus and --set apply to both."""
     changed = diff(*(configure(plan=file, **asked) for file in (first, second)))
-    if json:
-        show_json({path: {"first": a, "second": b} for path, (a, b) in changed.items()})
-    else:
-        show(view.difference(changed, (first, second)))
+    sides = {path: {"first": a, "second": b} for path, (a, b) in changed.items()}
+    present(view.difference(changed, (first, second)), sides, json)
 
 
 @command.command("schema")

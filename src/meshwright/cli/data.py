@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from meshwright.cli.options import command_group, described
+from meshwright.cli.output import patient
+from meshwright.view.tables import present, show, show_json
 
 command = command_group("Make token files for [data] in a run file, and show what is in them.")
 
@@ -28,10 +30,8 @@ def prepare_command(
 
     The result does not depend on the number of workers. After an interruption the same command continues where it stopped;
     a finished folder is never overwritten."""
-    from meshwright.cli.output import patient
     from meshwright.training.data.page import contents, page
     from meshwright.training.data.prepare.run import prepare
-    from meshwright.view.tables import show, show_json
 
     with patient("tokenizing") as set_share, note_of_interruption(out / "partial"):
         prepare(
@@ -65,7 +65,6 @@ def show_command(
     """Show what is in a token file: counts, tokenizer, and the beginnings of some documents."""
     from meshwright.training.data.page import contents, page
     from meshwright.training.data.token_file import check_offsets, open_tokens, verify_hashes
-    from meshwright.view.tables import show, show_json
 
     if verify:
         file = open_tokens(path)
@@ -73,7 +72,7 @@ def show_command(
         if file.header is not None:
             verify_hashes(path)
     summary = contents(path, samples, tokenizer)
-    show_json(summary) if json else show(page(summary))
+    present(page(summary), summary, json)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 import typer
 
 from meshwright.cli.options import described
+from meshwright.cli.output import patient
+from meshwright.view.tables import present
 
 
 @described
@@ -12,15 +14,10 @@ def command(
     """Check versions, devices, network interfaces and rights, and say which commands work here and why others do not.
 
     Nothing is changed and nothing is sent. Exit code 1 if planning itself does not work."""
-    from meshwright.cli.output import patient
     from meshwright.doctor import FAILS, examine
-    from meshwright.view.tables import show, show_json
 
     with patient("looking at this machine", measurable=False):
         checkup = examine()
-    if as_json:
-        show_json(checkup.as_dict())
-    else:
-        show(checkup)
+    present(checkup, checkup.as_dict(), as_json)
     if any(check.state == FAILS for check in checkup.sections["versions"] if check.what != "torch"):
         raise typer.Exit(1)

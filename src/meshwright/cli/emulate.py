@@ -1,6 +1,8 @@
 """`meshwright emulate`: several hosts on one Linux machine, with links of a chosen rate and delay."""
 
 from meshwright.cli.options import HELP_NAMES, command_group, described
+from meshwright.cli.output import patient
+from meshwright.view.tables import present, show, show_json
 
 command = command_group(
     "Emulate a cluster on this machine: network namespaces joined by links of a chosen rate and delay. Needs root."
@@ -23,22 +25,17 @@ def up_command(
     """Make the nodes and their links, measure them, and print what was asked and what was achieved.
 
     If it fails or is interrupted, nothing is left behind. Exit code 3 if this machine cannot carry the rate."""
-    from meshwright.cli.output import patient
     from meshwright.comm.emulate import page
     from meshwright.comm.emulate.emulation import Emulation
     from meshwright.comm.emulate.page import bring_up
     from meshwright.comm.emulate.topology import Topology, parse_between
-    from meshwright.view.tables import show, show_json
 
     rate, delay = parse_between(between)
     topology = Topology(nodes, ranks_per_node, rate, delay, oversubscription, nodes_per_switch)
     emulation = Emulation(topology, name, links)
     with patient("making and measuring links", measurable=False):
         rows = bring_up(emulation, measured)
-    if json:
-        show_json(page.as_json(emulation, rows))
-    else:
-        show(page.page(emulation, rows))
+    present(page.page(emulation, rows), page.as_json(emulation, rows), json)
 
 
 @command.command("run", context_settings={**HELP_NAMES, "allow_interspersed_args": False})
@@ -73,10 +70,8 @@ def status_command(
     json: bool = False,
 ) -> None:
     """Show the emulated clusters that are up; --measure compares their links with what was asked."""
-    from meshwright.cli.output import patient
     from meshwright.comm.emulate import page, state
     from meshwright.comm.emulate.emulation import find
-    from meshwright.view.tables import show, show_json
 
     states = []
     for each in [name] if name else state.names():

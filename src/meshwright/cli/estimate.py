@@ -2,7 +2,11 @@
 
 from typing import Unpack
 
+from meshwright import api
 from meshwright.cli.options import TrainingOptions, described
+from meshwright.cli.output import writable
+from meshwright.describe.files import write_text
+from meshwright.view.tables import show, show_json
 
 
 @described
@@ -16,14 +20,11 @@ def command(
     **asked: Unpack[TrainingOptions],
 ) -> None:
     """Predict step time, memory and traffic of one plan, by part."""
-    from meshwright import api
-    from meshwright.cli.output import writable
 
     writable(html)
     result = api.estimate(model, cluster, plan=plan, **asked)
     from meshwright.interop.files import is_settings_file, read_settings
     from meshwright.view import settings as settings_view
-    from meshwright.view.tables import show, show_json
 
     source = next((f for f in (plan, model) if is_settings_file(f)), "")
     reading = read_settings(source) if source else None
@@ -32,7 +33,6 @@ def command(
         # else the number is the file's, or is listed as assumed
         reading = read_settings(source, gpus=result.plan.world)
     if html:
-        from meshwright.describe.files import write_text
         from meshwright.view.page.bundle import document
         from meshwright.view.page.subject import Subject
 
@@ -42,7 +42,6 @@ def command(
         return
     if reading:
         show(settings_view.page(reading, source))
-    from meshwright.view.estimate import page
     from meshwright.view.explain import explain as explained
 
-    show(explained(result, explain) if explain else page(result))
+    show(explained(result, explain) if explain else result)

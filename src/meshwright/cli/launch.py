@@ -4,9 +4,13 @@ import shlex
 from pathlib import Path
 from typing import Any, Unpack
 
+from meshwright import api
 from meshwright.cli.options import Overrides, described
+from meshwright.cli.output import writable
+from meshwright.describe.files import write_text
 from meshwright.errors import MeshwrightError
 from meshwright.units import Json
+from meshwright.view.tables import show
 
 
 @described
@@ -33,7 +37,6 @@ def command(
     """Write the file that starts a plan under a launcher, with comments that give the reasons (docs/launching.md).
 
     Nothing is started and no launcher needs to be installed here. The plan is checked first."""
-    from meshwright import api
     from meshwright.view.launch_files import LAUNCHERS
     from meshwright.view.launch_files.job import make_job, option_words
 
@@ -57,7 +60,6 @@ def command(
     if out == "-":
         print(launcher.write(job), end="")
         return
-    from meshwright.view.tables import show
 
     file = Path(out or job.name + launcher.suffix)
     write_file(file, launcher.write(job), force)
@@ -83,8 +85,6 @@ def chosen_launcher(plan: str, **flags: bool) -> str:
 
 def write_file(file: Path, text: str, force: bool) -> None:
     """Write a launch file; one that exists with another text is kept unless `force`."""
-    from meshwright.cli.output import writable
-    from meshwright.describe.files import write_text
 
     if not force and file.is_file() and file.read_text("utf-8", errors="replace") != text:
         why, fix = "It may hold changes of yours", "--force, or --out FILE"

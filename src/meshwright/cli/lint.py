@@ -1,16 +1,23 @@
 """`meshwright lint`: anti-patterns of a plan, with their cost in seconds; and mistakes in recipes of other frameworks."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Unpack
+import json
+from typing import Any, Unpack
 
 import typer
 
 from meshwright.cli.options import Overrides, described
+from meshwright.cli.output import patient
+from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
-
-if TYPE_CHECKING:
-    from meshwright.describe.config import Config
+from meshwright.interop.files import configure, is_settings_file, read_settings
+from meshwright.interop.recipes import rows
+from meshwright.planner.advice.alternatives import PlanTrials
+from meshwright.planner.advice.changes import first_changes
+from meshwright.planner.advice.lint.check import check
+from meshwright.planner.advice.lint.recipes import judge
+from meshwright.view import settings as view
+from meshwright.view.lint import page
+from meshwright.view.tables import present, show, show_json
 
 
 @described
@@ -23,8 +30,6 @@ def command(
     if recipes:
         lint_recipes(recipes, as_json)
         return
-    from meshwright.interop.files import configure, is_settings_file, read_settings
-
     reading = read_settings(file, gpus=asked["gpus"], model=model) if is_settings_file(file) else None
     if reading is not None and lint_settings(reading, file, as_json):
         raise typer.Exit(1)
@@ -33,34 +38,20 @@ def command(
 
 def lint_plan(config: Config, as_json: bool, reading: Any) -> None:
     """Print the findings of one plan; exit with 1 if one is significant."""
-    from meshwright.planner.advice.alternatives import PlanTrials
-    from meshwright.planner.advice.changes import first_changes
-    from meshwright.planner.advice.lint.check import check
-    from meshwright.view.tables import show, show_json
-
     now = PlanTrials(config).of(config.plan)
     findings = check(config, now)
     changes = first_changes(config) if now else []
-    if as_json:
-        from meshwright.view.settings import as_dict
-
-        read = {"settings": as_dict(reading)} if reading else {}
-        step = now.prediction.step_time_s if now else None
-        first = [change.as_dict() for change in changes]
-        show_json({"step_time_s": step, "findings": [f.as_dict() for f in findings], "change_first": first, **read})
-    else:
-        from meshwright.view.lint import page
-
-        show(page(config, findings, now, changes))
+    read = {"settings": view.as_dict(reading)} if reading else {}
+    step = now.prediction.step_time_s if now else None
+    first = [change.as_dict() for change in changes]
+    data = {"step_time_s": step, "findings": [f.as_dict() for f in findings], "change_first": first, **read}
+    present(page(config, findings, now, changes), data, as_json)
     if any(f.weighs for f in findings):
         raise typer.Exit(1)
 
 
 def lint_settings(reading: Any, file: str, as_json: bool) -> bool:
     """Print what was read of a settings file; whether its own contradictions end the check here."""
-    from meshwright.view import settings as view
-    from meshwright.view.tables import show, show_json
-
     if not as_json:
         show(view.page(reading, file))
     if not reading.errors:
@@ -77,22 +68,13 @@ def lint_settings(reading: Any, file: str, as_json: bool) -> bool:
 
 def lint_recipes(file: str, as_json: bool) -> None:
     """Print a verdict per recipe: a JSON object per line with --json, else a table."""
-    from meshwright.cli.output import patient
-    from meshwright.interop.recipes import rows
-    from meshwright.planner.advice.lint.recipes import judge
-
     recipes_read, verdicts = list(rows(file)), []
     with patient("checking recipes") as progress:
         for row in recipes_read:
             verdicts.append(judge(row))
             progress(len(verdicts) / len(recipes_read))
     if as_json:
-        import json
-
         for verdict in verdicts:
             print(json.dumps(verdict.as_dict()))
     else:
-        from meshwright.view.settings import recipes
-        from meshwright.view.tables import show
-
-        show(recipes(verdicts))
+        show(view.recipes(verdicts))

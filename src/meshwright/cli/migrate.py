@@ -3,6 +3,9 @@
 import typer
 
 from meshwright.cli.options import described
+from meshwright.cli.output import writable
+from meshwright.describe.files import write_text
+from meshwright.view.tables import show, show_json
 
 
 @described
@@ -21,12 +24,9 @@ def command(
     The settings are printed, and the lists go to stderr; with --out the settings go to a file. Exit code 1 if the target cannot run the plan: nothing
     is written then, and the error offers the nearest change.
     """
-    from meshwright.cli.output import writable
-    from meshwright.describe.files import write_text
     from meshwright.interop.frameworks import READABLE, framework_named
     from meshwright.interop.migrate import migrate_file
     from meshwright.view.settings import migration
-    from meshwright.view.tables import show, show_json
 
     usage = "meshwright migrate {} FILE"
     to = framework_named(target, fix=usage.format(f"{source} {{}}"))

@@ -1,17 +1,21 @@
 """`meshwright plan`: which plan is the fastest that fits, and why?"""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import typer
 
+from meshwright import api, planner
 from meshwright.cli.options import TrainingOptions, described
+from meshwright.cli.output import patient, writable
+from meshwright.describe.config import OURS, load_plan, own_stack
+from meshwright.describe.files import write_text
 from meshwright.errors import MeshwrightError
-
-if TYPE_CHECKING:
-    from meshwright.interop.keys import Framework
+from meshwright.interop.files import is_settings_file, load_user_plan, read_settings
+from meshwright.interop.frameworks import FRAMEWORKS, framework_named
+from meshwright.interop.keys import Framework
+from meshwright.view import settings
+from meshwright.view.tables import present, show, show_json
 
 
 @described
@@ -52,7 +56,6 @@ def command(
     if case:
         show_case(case, as_json)
         return
-    from meshwright.cli.output import patient, writable
 
     target = target_framework(framework, settings_file, model)
     user_plan = UserPlan(compare) if compare else None
@@ -70,10 +73,7 @@ def command(
         show_as_json(sizing or result, compared, result if guides else None, user_plan.reading if user_plan else None)
         return
     if user_plan and user_plan.reading:
-        from meshwright.view.settings import page
-        from meshwright.view.tables import show
-
-        show(page(user_plan.reading, compare))
+        show(settings.page(user_plan.reading, compare))
     show_result(result, compared, Path(compare).name, guides, sizing)
     print("".join(f"{what} written to {where}\n" for what, where in written.items()), end="")
 
@@ -88,21 +88,14 @@ def search(
 ) -> tuple[Any, Any]:
     """The number of GPUs with its table of sizes if days or dollars limit it, else None; and the result of the search."""
     if days or budget:
-        from meshwright import planner
-
         sizing = planner.size(model, cluster, days=days, budget=budget, progress=progress, **question)
         return sizing, sizing.result
-    from meshwright import api
 
     return None, api.plan(model, cluster, progress=progress, **question)
 
 
 def target_framework(name: str, settings_file: str, model: str) -> Framework | None:
     """The framework of --for, or of the settings file that is planned again; --write needs one of them."""
-    from meshwright.describe.config import OURS
-    from meshwright.interop.files import is_settings_file, read_settings
-    from meshwright.interop.frameworks import FRAMEWORKS, framework_named
-
     ours = name.strip().lower() == OURS
     if ours and settings_file:
         what, why = f"--write has no settings for {OURS}", "Our own trainer reads plan files"
@@ -121,9 +114,6 @@ def target_framework(name: str, settings_file: str, model: str) -> Framework | N
 
 def own_stack_name(model: str, cluster: str, settings: list[str]) -> str:
     """The stack of our own trainer on the cluster of the question."""
-    from meshwright import api
-    from meshwright.describe.config import own_stack
-
     described = [word for word in settings if not word.strip().startswith("plan.")]
     return own_stack(api.load(model, cluster=cluster, set=described).cluster.accelerator.name).name
 
@@ -132,9 +122,6 @@ class UserPlan:
     """The plan to compare: of a plan file, or of settings, whose data parallelism follows from the number of GPUs."""
 
     def __init__(self, path: str) -> None:
-        from meshwright.describe.config import load_plan
-        from meshwright.interop.files import is_settings_file, read_settings
-
         self.path, self.plan, self.reading = path, None, None
         if is_settings_file(path):
             self.reading = read_settings(path)  # raises now, not after the search
@@ -142,8 +129,6 @@ class UserPlan:
             self.plan = load_plan(path)
 
     def for_gpus(self, gpus: int) -> Any:
-        from meshwright.interop.files import load_user_plan
-
         return self.plan or load_user_plan(self.path, gpus)
 
 
@@ -168,19 +153,15 @@ def check_given(context: typer.Context) -> None:
 
 def show_as_json(answer: Any, compared: Any, guided: Any, reading: Any = None) -> None:
     """Print the result as JSON, with the comparison, the settings that were compared and the guides if requested."""
-    from meshwright.view.tables import show_json
 
     out = answer.as_dict() | ({"compare": compared.as_dict()} if compared else {})
     if reading:
-        from meshwright.view.settings import as_dict
-
-        out["settings"] = as_dict(reading)
+        out["settings"] = settings.as_dict(reading)
     show_json(out | ({"guides": [c.as_dict() for c in recommended(guided)]} if guided else {}))
 
 
 def write(result: Any, out: str, html: str, target: Framework | None = None, settings_file: str = "") -> dict[str, str]:
     """Write the requested files and return their paths by content."""
-    from meshwright.describe.files import write_text
 
     if out:
         write_text(out, result.to_toml())
@@ -201,7 +182,6 @@ def write(result: Any, out: str, html: str, target: Framework | None = None, set
 def show_result(result: Any, compared: Any, name: str, guides: bool, sizing: Any = None) -> None:
     """Print the result, or its comparison with the user's plan; with `sizing`, first the table of GPU counts."""
     from meshwright.view import plan as view
-    from meshwright.view.tables import show
 
     if sizing:
         show(view.sizes_page(sizing))
@@ -218,13 +198,9 @@ def show_case(name: str, as_json: bool) -> None:
     """Print a case study: the estimate of the published configuration and the planner's choice."""
     from meshwright.planner.cases import studies
     from meshwright.view.cases import terminal_page
-    from meshwright.view.tables import show, show_json
 
     evaluated = studies.evaluate(name)
-    if as_json:
-        show_json(evaluated.as_dict())
-    else:
-        show(terminal_page(evaluated))
+    present(terminal_page(evaluated), evaluated.as_dict(), as_json)
 
 
 def guide_comparison(result: Any, why: bool = False) -> Any:

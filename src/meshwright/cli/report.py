@@ -3,6 +3,9 @@
 from pathlib import Path
 
 from meshwright.cli.options import described
+from meshwright.cli.output import writable
+from meshwright.describe.files import write_text
+from meshwright.view.trace import write_trace
 
 
 @described
@@ -13,10 +16,7 @@ def command(
     trace: Path | None = None,
 ) -> None:
     """Write one HTML page about training runs: curves, the proof, and predicted and measured values by part."""
-    from meshwright.cli.output import writable
-    from meshwright.describe.files import write_text
     from meshwright.view.report import page, trace_of
-    from meshwright.view.trace import write_trace
 
     text = page(runs, title)
     traced = trace_of(runs) if trace is not None else {}

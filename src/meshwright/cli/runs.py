@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from meshwright.cli.options import described
+from meshwright.view.tables import console, show, show_json
 
 
 @described
@@ -14,7 +15,6 @@ def command(
     """List the training runs of a folder, compare some of them, or watch one that runs here or on another host."""
     from meshwright.describe.run_folder import is_run
     from meshwright.view.runs import comparison, find_runs, listing, summary
-    from meshwright.view.tables import console, show, show_json
 
     places = places or [Path("runs")]
     folders = find_runs(places)

@@ -11,9 +11,13 @@
 
 import typer
 
+from meshwright import api
 from meshwright.cli.options import described
+from meshwright.cli.output import writable
 from meshwright.view.show.options import LESSON, PIPELINES, STEP
 from meshwright.view.show.topics import kind_of, list_topics, module_of, sort_arguments
+from meshwright.view.tables import show as print_out
+from meshwright.view.tables import show_json
 
 
 @described
@@ -41,12 +45,10 @@ def command(
     """Show a collective, a pipeline schedule, the step of a plan or a reference table. Without a topic: list all topics."""
     if not topic:
         return list_topics(as_json)
-    from meshwright.cli.output import writable
     from meshwright.view.show.options import refuse_unused, refuse_zero
 
     writable(html, trace)
     if topic.lower() == "step":
-        from meshwright import api
         from meshwright.view.show.step import plan_file, show_step
 
         refuse_unused(topic, STEP, explicit_options(context))
@@ -56,9 +58,6 @@ def command(
     refuse_unused(topic, kind, explicit_options(context))
     refuse_zero({name: context.params[name] for name in explicit_options(context)})
     if kind == LESSON:
-        from meshwright.view.tables import show as print_out
-        from meshwright.view.tables import show_json
-
         lesson = module_of(topic)
         return show_json(lesson.data(topic)) if as_json else print_out(*lesson.page(topic))
     if kind == PIPELINES:

@@ -1,8 +1,14 @@
 """`meshwright simulate`: show the step of a plan as a timeline."""
 
+import json
 from typing import Unpack
 
+from meshwright import api
 from meshwright.cli.options import Overrides, described
+from meshwright.cli.output import writable
+from meshwright.describe.files import write_text
+from meshwright.errors import unknown
+from meshwright.view.tables import show
 
 
 @described
@@ -15,12 +21,7 @@ def command(
     **asked: Unpack[Overrides],
 ) -> None:
     """Simulate the step of a plan action by action and show it as a timeline per rank."""
-    import json
 
-    from meshwright import api
-    from meshwright.cli.output import writable
-    from meshwright.describe.files import write_text
-    from meshwright.errors import unknown
     from meshwright.view.simulate import DETAILS, choose_detail, spans
 
     if detail and detail not in DETAILS:
@@ -40,7 +41,6 @@ def command(
     if as_json:
         print(json.dumps(simulation.as_dict() | {"detail": detail or choose_detail(result, walked)}))
         return
-    from meshwright.view.tables import show
 
     show(simulation)
     for what, where in (("trace", trace), ("page", html)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,9 +13,13 @@ from typing import TYPE_CHECKING, Unpack
 
 import typer
 
+from meshwright import api
 from meshwright.cli.options import Overrides, described
+from meshwright.cli.output import patient, writable
 from meshwright.errors import MeshwrightError
 from meshwright.units import Json
+from meshwright.view.tables import show, show_json
+from meshwright.view.trace import write_trace
 
 if TYPE_CHECKING:
     from meshwright.describe.config import Config
@@ -49,14 +55,10 @@ def command(
     It starts one process for each rank on this machine; under torchrun, srun or mpirun it is one of their ranks (docs/launching.md).
     The text is that of [data] in the run file; without it, the source code of Python's standard library. Exit code 1 if the
     loss becomes NaN or infinite, 3 if the run does not fit on this machine."""
-    import os
-    import time
 
-    from meshwright import api
     from meshwright.training.folder import claimed
     from meshwright.training.launch.rank import placement
     from meshwright.training.machine import resolve_device, shared_device, with_precision
-    from meshwright.view.tables import show
 
     device = shared_device(device, share_device)
     place = placement(os.environ)
@@ -114,7 +116,6 @@ def plan_to_train(plan: Path | None, out: Path | None, resume: Path | None, from
 def check_only(config: Config, device: str, backend: str, folder: Path, as_json: bool) -> None:
     """Print what `--dry-run` checked; of a launcher's ranks only the first one prints."""
     from meshwright.training.dry_run import dry_run
-    from meshwright.view.tables import show, show_json
 
     checked = dry_run(config, config.run.steps, config.run.seed, device, backend, folder)
     if checked is not None and as_json:
@@ -127,9 +128,7 @@ def train_and_show(
     run: Callable[..., Training | None], steps: int, folder: Path, trace: Path | None, as_json: bool
 ) -> None:
     """Train, show progress and then the result, and write the trace. Exit code 1 if the loss became NaN or infinite."""
-    from meshwright.cli.output import patient, writable
     from meshwright.training.page import page
-    from meshwright.view.tables import show, show_json
     from meshwright.view.watch import progress_display
 
     writable(folder / "measurement.json", make=True)
@@ -146,8 +145,6 @@ def train_and_show(
             assert training is not None, "rank 0 has the result"
             show(page(training, str(folder)))
     if trace is not None:
-        from meshwright.view.trace import write_trace
-
         write_trace(training.trace(), trace)
         if not as_json:
             show(f"[dim]trace written to {trace}[/]")

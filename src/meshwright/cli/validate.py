@@ -1,6 +1,10 @@
 """`meshwright validate`: compare predictions with published runs."""
 
 from meshwright.cli.options import described
+from meshwright.cli.output import patient, writable
+from meshwright.describe.files import write_text
+from meshwright.errors import MeshwrightError, unknown
+from meshwright.view.tables import show, show_json
 
 COLUMNS = (
     "source",
@@ -39,9 +43,6 @@ def command(
 
     from meshwright.calibrate.runs import rows
     from meshwright.calibrate.runs.accuracy import assess
-    from meshwright.cli.output import patient, writable
-    from meshwright.errors import MeshwrightError, unknown
-    from meshwright.view.tables import show, show_json
 
     writable(html, markdown)
     columns = [c.strip() for c in by.split(",") if c.strip()]
@@ -53,13 +54,10 @@ def command(
     with patient("predicting") as progress:
         accuracy = assess(chosen, famous, crashed, progress, unnamed=bool(html or markdown or as_json))
     if html:
-        from meshwright.describe.files import write_text
         from meshwright.view.page.sheet import accuracy_sheet
 
         write_text(html, accuracy_sheet(accuracy))
     if markdown:
-        from meshwright.describe.files import write_text
-
         if accuracy.left_out is None:
             why = "The tables of --markdown need predicted runs of at least two sources (column `file`)"
             raise MeshwrightError("MW-VAL-003", "no source can be left out", why=why)

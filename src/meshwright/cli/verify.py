@@ -1,12 +1,18 @@
 """`meshwright verify`: prove that a plan trains the same model as one device."""
 
+import json
 from pathlib import Path
 from typing import Any, Unpack
 
 import typer
 
+from meshwright import api
 from meshwright.cli.options import Overrides, described
+from meshwright.cli.output import patient, writable
+from meshwright.describe.files import write_text
+from meshwright.errors import MeshwrightError
 from meshwright.units import Json
+from meshwright.view.tables import present
 
 
 @described
@@ -35,9 +41,6 @@ def command(
 
     Compares losses, gradients, parameters and collectives of small copies. A plan of more ranks than --ranks is folded:
     once with every axis at 2, then with each axis at 4. Exit code 1 if they differ."""
-    from meshwright import api
-    from meshwright.cli.output import patient, writable
-    from meshwright.view.tables import show, show_json
 
     writable(out, make=True)
     own: Json = {"plan": plan, "example": example, "loss": loss, "table": table, "layers": layers}
@@ -65,24 +68,14 @@ def command(
             set=asked["set"],
         )
     if out is not None:
-        import json
-
-        from meshwright.describe.files import write_text
-
         write_text(out, json.dumps(proof.as_dict(), indent=2))
-    if as_json:
-        show_json(proof.as_dict())
-    else:
-        from meshwright.proof.page import page
-
-        show(page(proof))
+    present(proof, proof.as_dict(), as_json)
     if not proof.passed:
         raise typer.Exit(1)
 
 
 def refuse(options: Json, why: str, fix: str) -> None:
     """Raise for an option that would have no effect."""
-    from meshwright.errors import MeshwrightError
 
     for name, value in options.items():
         if value:

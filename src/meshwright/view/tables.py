@@ -39,6 +39,11 @@ def show(*things: RenderableType, stderr: bool = False) -> None:
         out.print(thing)
 
 
+def present(page: RenderableType, value: Any, as_json: bool) -> None:
+    """Print a result: its page, or its data with `--json`."""
+    show_json(value) if as_json else show(page)
+
+
 def show_json(value: Any) -> None:
     """Print one JSON document; NaN and infinity raise, since JSON has no such numbers."""
     print(json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False))
