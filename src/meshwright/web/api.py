@@ -10,7 +10,7 @@ POST /api/settings      the lines of a settings file of another framework to the
 GET  /api/catalog       what the inputs offer
 GET  /api/runs          run folders (`web.runs`)
 
-`Cache` keeps the newest answers by their requests, up to a number of bytes.
+Errors are raised: `app` turns them into answers. `Cache` keeps the newest answers by their requests, up to a number of bytes.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from meshwright.view.page.registry import SEARCH, view
 from meshwright.view.page.runs import RunFolders
 from meshwright.web.bodies import MOST_BYTES, ViewsBody, parse
 from meshwright.web.jobs import Refused, WorkerPool
-from meshwright.web.safety import answer_error, read_body
+from meshwright.web.safety import read_body
 from meshwright.web.worker import to_line
 
 
@@ -121,14 +121,10 @@ class Api:
         async def sender(send: Send) -> None:
             try:
                 line = await asyncio.to_thread(lambda: to_line(function()))
-            except MeshwrightError as error:
-                await answer_error(send, 404 if error.code == "MW-REP-001" else 400, error)
             except OSError as error:
-                await answer_error(
-                    send, 404, MeshwrightError("MW-REP-001", "the run folder cannot be read", why=error.strerror or "")
-                )
-            else:
-                await send_json(send, line)
+                what, why = "the run folder cannot be read", error.strerror or ""
+                raise MeshwrightError("MW-REP-001", what, why=why) from None
+            await send_json(send, line)
 
         return sender
 
@@ -137,21 +133,14 @@ class Api:
         return await self.answered(request, lambda body: self.several(checked_views(body)))
 
     async def answered(self, request: Request, compute: Callable[[Json], Sender]) -> Answer:
-        """Read and check the body, then answer with what `compute` sends; bad input is answered with its error."""
-        try:
-            content = await read_body(request.receive, dict(request.headers))
-            if content is None:
-                too_large = MeshwrightError("MW-WEB-004", f"the body has more than {MOST_BYTES:,} bytes")
-                return Answer(lambda send: answer_error(send, 413, too_large))
-            if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-                wrong = MeshwrightError(
-                    "MW-WEB-004", "the content type is not application/json", fix="Content-Type: application/json"
-                )
-                return Answer(lambda send: answer_error(send, 415, wrong))
-            return Answer(compute(parse(content)))
-        except MeshwrightError as error:
-            found = error.as_dict()
-            return Answer(lambda send: answer_error(send, 400, found))
+        """Read and check the body, then answer with what `compute` sends."""
+        content = await read_body(request.receive, dict(request.headers))
+        if content is None:
+            raise Refused.of(413, MeshwrightError("MW-WEB-004", f"the body has more than {MOST_BYTES:,} bytes"))
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            what, fix = "the content type is not application/json", "Content-Type: application/json"
+            raise Refused.of(415, MeshwrightError("MW-WEB-004", what, fix=fix))
+        return Answer(compute(parse(content)))
 
     def one(self, task: str, body: Json) -> Sender:
         """Send the one line of a task as a JSON answer."""
@@ -160,11 +149,7 @@ class Api:
         async def sender(send: Send) -> None:
             line = self.cache.get(key)
             if line is None:
-                try:
-                    line = await self.computed(task, body)
-                except Refused as refused:
-                    await answer_error(send, refused.status, refused.error)
-                    return
+                line = await self.computed(task, body)
                 self.cache.put(key, line)
             await send_json(send, line)
 
@@ -194,8 +179,7 @@ class Api:
                         await send({"type": "http.response.body", "body": line, "more_body": True})
             except Refused as refused:
                 if not started:
-                    await answer_error(send, refused.status, refused.error)
-                    return
+                    raise
                 await send({"type": "http.response.body", "body": to_line({"error": refused.error}), "more_body": True})
             if not started:  # no view was asked for
                 await begin()

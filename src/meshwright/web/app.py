@@ -17,8 +17,8 @@ from meshwright.view.page.frame import TYPES, live_page, static_file, static_nam
 from meshwright.view.page.runs import RunFolders
 from meshwright.web import schema
 from meshwright.web.api import QUICK, SEARCHED, Api, Cache
-from meshwright.web.jobs import WorkerPool
-from meshwright.web.safety import RequestGuard
+from meshwright.web.jobs import Refused, WorkerPool
+from meshwright.web.safety import RequestGuard, error_response
 from meshwright.web.tasks import TASKS
 from meshwright.web.worker import failure, to_line
 
@@ -84,7 +84,7 @@ async def static(request: Request) -> Response:
 
 async def internal_error(request: Request, error: Exception) -> Response:
     """A bug of the server, in the one shape of errors; the traceback is in the log."""
-    return Response(to_line({"error": failure(error)["error"]}), 500, media_type="application/json")
+    return error_response(500, failure(error)["error"])
 
 
 async def not_found(request: Request, error: Exception | None) -> Response:
@@ -92,8 +92,14 @@ async def not_found(request: Request, error: Exception | None) -> Response:
     status = getattr(error, "status_code", 404)
     what = f"{request.method[:10]} {request.url.path[:100]} is not an address of this server"
     found = MeshwrightError("MW-WEB-005", what, fix="GET /api/openapi.json lists the addresses")
-    headers = getattr(error, "headers", None) or {}
-    return Response(to_line({"error": found.as_dict()}), status, headers=headers, media_type="application/json")
+    return error_response(status, found, getattr(error, "headers", None))
 
 
-HANDLERS: Any = {404: not_found, 405: not_found, 500: internal_error}
+async def refused(request: Request, error: Any) -> Response:
+    """Bad input, or an answer that cannot be computed now."""
+    if isinstance(error, Refused):
+        return error_response(error.status, error.error)
+    return error_response(404 if error.code == "MW-REP-001" else 400, error)
+
+
+HANDLERS: Any = {404: not_found, 405: not_found, 500: internal_error, Refused: refused, MeshwrightError: refused}

@@ -7,6 +7,9 @@ body      At most 64 kB, and JSON: a form of another site cannot send `applicati
 policy    The page runs the modules of this server and the one import map whose hash is given; no inline script, no other address.
 """
 
+from collections.abc import Mapping
+
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshwright.errors import MeshwrightError
@@ -43,10 +46,8 @@ class RequestGuard:
             await self.app(scope, receive, send)
             return
         error = self.problem(scope)
-        if error is not None:
-            await answer_error(self.with_headers(send), 403, error)
-            return
-        await self.app(scope, receive, self.with_headers(send))
+        app = self.app if error is None else error_response(403, error)
+        await app(scope, receive, self.with_headers(send))
 
     def problem(self, scope: Scope) -> MeshwrightError | None:
         """Return why a request is refused; None if it may be answered."""
@@ -91,12 +92,8 @@ async def read_body(receive: Receive, headers: dict[str, str]) -> bytes | None:
             return b"".join(parts)
 
 
-async def answer_error(send: Send, status: int, error: MeshwrightError | Json) -> None:
-    """Answer with an error in the one shape."""
+def error_response(status: int, error: MeshwrightError | Json, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer with an error in the one shape."""
     found = error.as_dict() if isinstance(error, MeshwrightError) else error
-    content = to_line({"error": found})
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode("ascii"))]
-    if status in (429, 503):
-        headers.append((b"retry-after", b"1"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
+    later = {"retry-after": "1"} if status in (429, 503) else {}
+    return Response(to_line({"error": found}), status, {**(headers or {}), **later}, "application/json")
