@@ -3,7 +3,10 @@
 from pathlib import Path
 
 from meshwright.cli.options import described
+from meshwright.cli.output import patient, writable
+from meshwright.describe.files import write_text
 from meshwright.errors import MeshwrightError
+from meshwright.view.tables import present
 
 
 @described
@@ -12,40 +15,30 @@ def command(files: list[Path] = [], html: str = "", flight: str = "", as_json: b
 
     meshwright explain trace-0.json.gz trace-1.json.gz; meshwright explain FOLDER with a file per rank.
     With --flight: the flight records of a program that hangs, and the rank that is the cause."""
-    from meshwright.cli.output import patient, writable
-    from meshwright.explain.folder import read_traces
-    from meshwright.view.tables import show, show_json
-    from meshwright.view.traces import as_dict, page
-
     writable(html)
     if flight:
         flight_records(Path(flight), html, as_json)
         return
     if not files:
         raise MeshwrightError("MW-CLI-005", "no trace is given", fix="meshwright explain FILE… or --flight DIR")
+    from meshwright.explain.explanation import explain_traces
+    from meshwright.explain.folder import read_traces
+    from meshwright.view.traces import page
+
     with patient("reading traces", measurable=False):
-        traces = read_traces(files)
-    if as_json:
-        show_json(as_dict(traces))
-    else:
-        show(page(traces))
+        explanation = explain_traces(read_traces(files))
+    present(page(explanation), explanation.as_dict(), as_json)
 
 
 def flight_records(folder: Path, html: str, as_json: bool) -> None:
     """Say which rank hung a program, from the flight records in a folder."""
-    from meshwright.cli.output import patient
-    from meshwright.describe.files import write_text
     from meshwright.explain.flight import explain_flight
     from meshwright.explain.flight_record import read_folder
     from meshwright.view.flight import page
     from meshwright.view.html import as_html
-    from meshwright.view.tables import show, show_json
 
     with patient("reading flight records", measurable=False):
         report = explain_flight(read_folder(folder))
     if html:
         write_text(html, f"<!doctype html><meta charset=utf-8><title>flight records</title>{as_html(page(report))}")
-    if as_json:
-        show_json(report.as_dict())
-    else:
-        show(page(report))
+    present(page(report), report.as_dict(), as_json)

@@ -230,6 +230,7 @@ def _trace(path: Path, columns: EventColumns, about: Json, notes: list[str]) -> 
         max(_whole(distributed.get("world_size")), rank + 1),
         events,
         round(clock + origin * 1000),
+        printable(str(about.get("host_name", ""))[:200]),
         process_groups(distributed),
         tuple(d for d in devices if isinstance(d, dict))[:64] if isinstance(devices, list) else (),
         (),

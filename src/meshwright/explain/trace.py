@@ -90,7 +90,10 @@ class RankTrace:
     world: int
     events: EventTable
     origin_ns: int = 0  # time of the host's clock at 0
-    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)  # name of a process group → its ranks
+    host: str = ""  # ranks of one host share a clock
+    groups: dict[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # name and description of a process group → its ranks
     devices: tuple[Json, ...] = ()  # "deviceProperties"
     steps: tuple[NamedSpan, ...] = ()  # steps that the file itself lists, beside those in its events
     notes: tuple[str, ...] = ()  # what could not be read, and what was assumed
@@ -108,7 +111,8 @@ class TracedCollectives:
     kind: tuple[
         str, ...
     ]  # all_reduce | all_gather | reduce_scatter | all_to_all | send | receive | broadcast | barrier
-    group: tuple[tuple[int, ...], ...]  # ranks; empty where the trace does not say them
+    group: tuple[str, ...]  # name of the process group; empty where the trace does not say it
+    ranks: tuple[tuple[int, ...], ...]  # of the group; empty where the trace does not say them
     bytes: NDArray[np.int64]  # of the full buffer; 0 where the trace has no shapes
     start: NDArray[np.int64]
     end: NDArray[np.int64]

@@ -1,25 +1,113 @@
-"""The page of `explain`: what is in the traces, and where their steps went."""
+"""The page of `explain`: what to change first, where the steps of each rank went, and which products are slow."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.explain.trace import RankTrace
-from meshwright.units import Json
+from meshwright.explain.attribution import COMPUTE, KINDS, Part
+from meshwright.explain.explanation import TraceExplanation
+from meshwright.units import format_seconds
 from meshwright.view.tables import filled
 
-
-def page(traces: Sequence[RankTrace]) -> RenderableType:
-    rows = [(str(t.rank), t.file, f"{len(t.events):,}") for t in traces]
-    notes = [Text(f"rank {t.rank}: {note}", "yellow") for t in traces for note in t.notes]
-    return Group(filled((">rank", "file", ">events"), rows), *notes)
+MOST_RANKS = 8
+MOST_PRODUCTS = 6
 
 
-def as_dict(traces: Sequence[RankTrace]) -> Json:
-    return {
-        "traces": [
-            {"rank": t.rank, "world": t.world, "file": t.file, "events": len(t.events), "notes": list(t.notes)}
-            for t in traces
-        ]
-    }
+def page(e: TraceExplanation) -> RenderableType:
+    ranks = e.run.ranks
+    steps = len(next(iter(e.steps.values())))
+    first = ranks[0].found
+    about = (
+        f"{len(ranks)} of {e.run.world} ranks"
+        if len(ranks) < e.run.world
+        else f"{len(ranks)} rank{'s' * (len(ranks) > 1)}"
+    )
+    recognised = f"{steps} step{'s' * (steps != 1)}, {first.microbatches} micro-batch{'es' * (first.microbatches > 1)}"
+    layers = f", {len(first.layers)} layers" if first.layers else ""
+    title = Text(f"step {format_seconds(e.step_s)}", "bold") + Text(
+        f"  {about}, {recognised}{layers}; {e.attributed:.1%} of the time attributed", "not bold"
+    )
+    return Group(
+        title, causes(e), parts(e), *late(e), *products(e), *(Text(f"note: {note}", "yellow") for note in e.notes)
+    )
+
+
+def causes(e: TraceExplanation) -> RenderableType:
+    if not e.causes:
+        return Text("no cause of lost time above 1% of the step: compute fills it", "green")
+    rows = [
+        (
+            str(i),
+            Text(c.cause, "bold"),
+            format_seconds(c.seconds),
+            f"{c.seconds / e.step_s:.0%}",
+            Text(f"{c.evidence}\n→ {c.fix}"),
+        )
+        for i, c in enumerate(e.causes, 1)
+    ]
+    return filled(
+        (">", "!cause", ">per step", ">share", "evidence, and what to change"), rows, title="What to change first"
+    )
+
+
+def parts(e: TraceExplanation) -> RenderableType:
+    """Rows of parts, columns of ranks: the mean step."""
+    ranks = chosen_ranks(e)
+    rows: list[tuple[str | Text, ...]] = []
+    for kind, name in ordered(part for of_rank in e.parts.values() for part in of_rank):
+        values = [e.parts[rank].get((kind, name), 0.0) for rank in ranks]
+        rows.append((f"{kind}: {name}", *(f"{format_seconds(s)} {s / e.step_s:4.0%}" if s else "" for s in values)))
+    rows.append(("step", *(format_seconds(sum(e.parts[rank].values())) for rank in ranks)))
+    hidden = dict.fromkeys(axis for steps in e.steps.values() for s in steps for axis in s.hidden)
+    for axis in hidden:
+        mean = [sum(s.hidden.get(axis, 0) for s in e.steps[rank]) / 1e9 / len(e.steps[rank]) for rank in ranks]
+        rows.append((Text(f"hidden: {axis}", "dim"), *(Text(format_seconds(s), "dim") for s in mean)))
+    return filled(("part of the mean step", *(f">rank {rank}" for rank in ranks)), rows, title="Where the step went")
+
+
+def chosen_ranks(e: TraceExplanation) -> list[int]:
+    """Some ranks in order; of many those that are late, and the first ones."""
+    ranks = sorted(e.parts)
+    if len(ranks) <= MOST_RANKS:
+        return ranks
+    late = [x.rank for x in e.run.late][: MOST_RANKS // 2]
+    return sorted(dict.fromkeys([*late, *ranks][:MOST_RANKS]))
+
+
+def ordered(found: Iterable[Part]) -> list[Part]:
+    return sorted(
+        set(found), key=lambda part: (KINDS.index(part[0]), part[0] == COMPUTE and part[1] == "other", part[1])
+    )
+
+
+def late(e: TraceExplanation) -> list[RenderableType]:
+    if not e.run.late:
+        return []
+    rows = [
+        (f"{x.rank}", f"{x.share:.0%}", format_seconds(x.late_s), "in every step" if x.constant else "at times")
+        for x in e.run.late[:MOST_RANKS]
+    ]
+    return [
+        filled((">rank", ">last at", ">behind the others", "how often"), rows, title="Who arrives last at collectives")
+    ]
+
+
+def products(e: TraceExplanation) -> list[RenderableType]:
+    """The products of one rank with most time."""
+    rank = next((rank for rank in sorted(e.products) if e.products[rank]), None)
+    if rank is None:
+        return []
+    rows = [
+        (
+            p.shape,
+            p.dtype,
+            str(p.count),
+            format_seconds(p.seconds),
+            f"{p.flops / p.seconds / 1e12:.3g}",
+            f"{p.usual_s / p.seconds:.0%}",
+        )
+        for p in e.products[rank][:MOST_PRODUCTS]
+    ]
+    columns = ("product", "dtype", ">times", ">all of them", ">TFLOP/s", ">of the usual rate")
+    return [filled(columns, rows, title=f"Matrix products of rank {rank}")]

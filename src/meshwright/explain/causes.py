@@ -1,0 +1,301 @@
+"""What to change first: causes of lost time in the traced steps, each with the seconds of a step that it costs, the largest first.
+
+    slow rank          others wait for it at collectives; what it does longer than they do says why
+    data               the device, or the process, waits for the loader
+    synchronising      the host reads a value of the device, which then has nothing to do until the host has launched more
+    launches           the host launches kernels more slowly than the device runs them
+    overlap            collectives start after backward although most gradients are complete before
+    communication      exposed communication that could not have started earlier
+    product            a shape below half of its usual rate
+    bubble             a stage waits for messages of other stages
+
+Seconds are those of the mean traced step, on the rank where they are largest; a cause below 1% of the step is left out.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.explain.attribution import (
+    BETWEEN,
+    BUBBLE,
+    COMMUNICATION,
+    COMPUTE,
+    DATA,
+    HOST,
+    LAUNCHES,
+    SYNCHRONISES,
+    SYNCHRONISING,
+    WAITING,
+    Part,
+    StepAttribution,
+)
+from meshwright.explain.intervals import clip, union
+from meshwright.explain.products import TracedProduct
+from meshwright.explain.ranks import LateRank, RankInGroup, TracedRun
+from meshwright.explain.trace import PYTHON, RUNTIME
+from meshwright.units import format_decimal_bytes, format_seconds
+
+WORTH = 0.01  # share of the step below which a cause is left out
+BUCKETS = 4  # into which gradients should at least be divided: all but the last can be sent during backward
+AFTER_BACKWARD = 0.7  # share of the bytes that start after backward at which overlap is said to be off
+
+
+@dataclass(frozen=True)
+class LostTime:
+    """A cause of lost time: its name, the seconds of a step that it costs, where it is seen, and what to change."""
+
+    cause: str
+    seconds: float
+    evidence: str
+    fix: str
+
+    def as_dict(self) -> dict[str, object]:
+        return {"cause": self.cause, "seconds": self.seconds, "evidence": self.evidence, "fix": self.fix}
+
+
+def mean_parts(steps: Sequence[StepAttribution]) -> dict[Part, float]:
+    """Seconds of each part in the mean step."""
+    out = defaultdict[Part, float](float)
+    for step in steps:
+        for part, nanoseconds in step.parts.items():
+            out[part] += nanoseconds / 1e9 / len(steps)
+    return dict(out)
+
+
+def lost_time(
+    run: TracedRun, steps: dict[int, list[StepAttribution]], products: dict[int, list[TracedProduct]]
+) -> list[LostTime]:
+    """All causes that are worth a change."""
+    parts = {rank: mean_parts(of_rank) for rank, of_rank in steps.items()}
+    step_s = max(sum(of_rank.values()) for of_rank in parts.values())
+    found = [*slow_ranks(run, parts), *host_causes(run, parts), *slow_products(run, products, steps)]
+    found += overlap(run, steps, parts)
+    bubble, rank = largest(parts, (BUBBLE, "messages"))
+    found.append(
+        LostTime(
+            "bubble",
+            bubble,
+            f"rank {rank} waits for messages of other stages",
+            "more micro-batches, or an interleaved schedule",
+        )
+    )
+    return sorted((c for c in found if c.seconds >= WORTH * step_s), key=lambda c: -c.seconds)
+
+
+def largest(parts: dict[int, dict[Part, float]], part: Part) -> tuple[float, int]:
+    """The seconds of a part on the rank that has most of it, and this rank."""
+    return max((of_rank.get(part, 0.0), -rank) for rank, of_rank in parts.items())[0], max(
+        parts, key=lambda rank: (parts[rank].get(part, 0.0), -rank)
+    )
+
+
+def slow_ranks(run: TracedRun, parts: dict[int, dict[Part, float]]) -> list[LostTime]:
+    """Ranks for which the others wait, each with the part of its step that is longer than theirs."""
+    out = []
+    for late in run.late:
+        waits = [
+            of_rank.get((WAITING, f"rank {late.rank}"), 0.0) for rank, of_rank in parts.items() if rank != late.rank
+        ]
+        if not waits or len(waits) < 1 or late.rank not in parts:
+            continue
+        seconds = float(np.median(waits))
+        others = [of_rank for rank, of_rank in parts.items() if rank != late.rank]
+        own = parts[late.rank]
+        more = {
+            p: s - float(np.median([o.get(p, 0.0) for o in others]))
+            for p, s in own.items()
+            if p[0] in (COMPUTE, DATA, HOST)
+        }
+        part = max(more, key=lambda p: more[p], default=(COMPUTE, "other"))
+        out.append(
+            LostTime(
+                f"slow rank {late.rank}",
+                seconds,
+                f"{lateness(late)}; it spends {format_seconds(max(more.get(part, 0.0), 0.0))} more than the others in {part_text(part)}",
+                slow_fix(part),
+            )
+        )
+    return out
+
+
+def lateness(late: LateRank) -> str:
+    often = (
+        "in every step"
+        if late.constant and len(late.by_step) > 1
+        else f"in step {max(late.by_step, key=lambda s: late.by_step[s])}"
+    )
+    return f"rank {late.rank} arrives last at {late.share:.0%} of the collectives, {format_seconds(late.late_s)} after the others, most {often}"
+
+
+def slow_fix(part: Part) -> str:
+    if part[0] == DATA:
+        return "give its loader more workers, or the same storage as the others have"
+    if part[0] == HOST:
+        return "look at what its host does between launches: other processes, logging, a slower processor"
+    return "check its device (clocks, temperature, other processes), and whether it has more work: longer sequences, more tokens, another layer"
+
+
+def part_text(part: Part) -> str:
+    kind, name = part
+    return {COMPUTE: f"compute ({name})", DATA: "the data loader", HOST: f"the host ({name})"}.get(
+        kind, f"{kind} ({name})"
+    )
+
+
+def host_causes(run: TracedRun, parts: dict[int, dict[Part, float]]) -> list[LostTime]:
+    data, on = largest(parts, (DATA, "loader"))
+    out = [
+        LostTime(
+            "data loader",
+            data,
+            f"rank {on} waits for its next batch",
+            "more loader workers and prefetching, or data closer to the host",
+        )
+    ]
+    synchronising, on = largest(parts, (HOST, SYNCHRONISING))
+    calls = synchronising_calls(next(r for r in run.ranks if r.rank == on))
+    out.append(
+        LostTime(
+            "synchronising calls",
+            synchronising,
+            calls,
+            "read values on the host once per step at most, and after the update: .item(), print, nonzero",
+        )
+    )
+    launches, on = largest(parts, (HOST, LAUNCHES))
+    out.append(
+        LostTime(
+            "launches",
+            launches,
+            f"on rank {on} kernels wait for their launch",
+            "compile the model or use CUDA graphs; larger micro-batches",
+        )
+    )
+    between, on = largest(parts, (HOST, BETWEEN))
+    out.append(
+        LostTime(
+            "host",
+            between,
+            f"on rank {on} Python and the framework run between operators",
+            "fewer, larger operators: compile the model",
+        )
+    )
+    return out
+
+
+def synchronising_calls(rank: RankInGroup) -> str:
+    """How many calls wait for the device per step, and the line of Python from which most come."""
+    found, e = rank.found, rank.found.events
+    by_name = np.array([bool(SYNCHRONISES.match(n)) for n in e.names], bool)
+    calls = np.flatnonzero((e.category == RUNTIME) & by_name[e.name])
+    if not len(calls):
+        calls = np.flatnonzero(found.names_with("aten::_local_scalar_dense") & (found.phase_of(e.start) != "optimizer"))
+    inside = [i for i in calls.tolist() if any(s.start <= e.start[i] < s.end for s in found.host_steps)]
+    text = f"{len(inside) / max(len(found.host_steps), 1):.0f} calls per step on rank {rank.rank}"
+    python = np.flatnonzero(e.category == PYTHON)
+    where = defaultdict[str, int](int)
+    for i in inside[:1000] if len(python) else ():
+        around = python[
+            (e.start[python] <= e.start[i]) & (e.end[python] >= e.end[i]) & (e.thread[python] == e.thread[i])
+        ]
+        lines = [
+            e.names[e.name[j]]
+            for j in around.tolist()
+            if ".py(" in e.names[e.name[j]] and "torch/" not in e.names[e.name[j]]
+        ]
+        if lines:
+            where[lines[-1]] += 1
+    return text + (f", most at {max(where, key=lambda line: where[line])}" if where else "")
+
+
+def slow_products(
+    run: TracedRun, products: dict[int, list[TracedProduct]], steps: dict[int, list[StepAttribution]]
+) -> list[LostTime]:
+    """Products below half of their usual rate, one cause for those with the same reason."""
+    out = dict[str, LostTime]()
+    for rank, of_rank in products.items():
+        by_reason = defaultdict[str, list[TracedProduct]](list)
+        for p in of_rank:
+            if p.excess_s:
+                by_reason[p.reason].append(p)
+        for reason, slow in by_reason.items():
+            seconds = sum(p.excess_s for p in slow) / max(len(steps[rank]), 1)
+            worst = max(slow, key=lambda p: p.excess_s)
+            text = f"{worst.shape} in {worst.dtype} runs at {worst.usual_s / worst.seconds:.0%} of the usual rate: {reason}"
+            if seconds > out.get(worst.shape, LostTime("", 0, "", "")).seconds:
+                out[worst.shape] = LostTime(
+                    "product",
+                    seconds,
+                    text,
+                    "sizes that are multiples of 64, and one large product in place of many small ones",
+                )
+    merged = sorted(out.values(), key=lambda c: -c.seconds)
+    if len(merged) < 2:
+        return merged
+    more = f"{merged[0].evidence}; and {len(merged) - 1} more shapes"
+    return [LostTime("product", sum(c.seconds for c in merged), more, merged[0].fix)]
+
+
+def overlap(
+    run: TracedRun, steps: dict[int, list[StepAttribution]], parts: dict[int, dict[Part, float]]
+) -> list[LostTime]:
+    """Exposed communication of each axis: what could have been hidden, if it starts only after backward; else all of it."""
+    out = []
+    axes = dict.fromkeys(name for of_rank in parts.values() for kind, name in of_rank if kind == COMMUNICATION)
+    for axis in axes:
+        exposed, on = largest(parts, (COMMUNICATION, axis))
+        rank = next(r for r in run.ranks if r.rank == on)
+        hidden = sum(s.hidden.get(axis, 0) for s in steps[on]) / 1e9 / len(steps[on])
+        late, size, count = after_backward(rank, steps[on])
+        if late >= AFTER_BACKWARD and exposed > hidden:
+            text = (
+                f"on rank {on} {late:.0%} of {format_decimal_bytes(size)} in {count:.0f} collectives per step start after backward has ended: "
+                f"{format_seconds(exposed)} exposed, {format_seconds(hidden)} hidden"
+            )
+            gain = exposed * (1 - 1 / BUCKETS)
+            out.append(
+                LostTime(
+                    "overlap",
+                    gain,
+                    text,
+                    "smaller buckets (DDP's bucket_cap_mb), or overlapping the gradient reduction with backward",
+                )
+            )
+        else:
+            text = f"{axis} on rank {on}: {format_seconds(exposed)} exposed, {format_seconds(hidden)} hidden"
+            out.append(
+                LostTime(
+                    f"communication {axis}",
+                    exposed,
+                    text,
+                    "larger micro-batches per reduction, a faster link for this axis, or another layout (`plan`)",
+                )
+            )
+    return out
+
+
+def after_backward(rank: RankInGroup, steps: Sequence[StepAttribution]) -> tuple[float, float, float]:
+    """Share of a rank's bytes whose collective starts after the last compute of backward; bytes and collectives per step."""
+    c, late, total, count = rank.collectives, 0, 0, 0
+    for step in steps:
+        inside = (c.start >= step.start) & (c.start < step.start + step.duration)
+        backward = backward_end(rank, step)
+        late += int(np.maximum(c.bytes, 1)[inside & (c.start >= backward)].sum())
+        total += int(np.maximum(c.bytes, 1)[inside].sum())
+        count += int(inside.sum())
+    return late / max(total, 1), total / max(len(steps), 1), count / max(len(steps), 1)
+
+
+def backward_end(rank: RankInGroup, step: StepAttribution) -> int:
+    """When the products of backward of a step have ended."""
+    found = rank.found
+    products = union(
+        *(times for (kind, name), times in step.pieces.items() if kind == COMPUTE and name in ("products", "attention"))
+    )
+    products = clip(products, step.start, step.start + step.duration)
+    return (
+        int(products[-1, 1]) if len(products) else step.start + step.duration if not len(found.device) else step.start
+    )

@@ -1,0 +1,136 @@
+"""The collectives of a rank: their kind, group, bytes, and when they ran.
+
+NCCL   a kernel runs from when this rank arrived until the collective is complete. torch records name, sizes and ranks with it
+       (`record_param_comms`), in the kernel's own arguments or in those of the operator that launched it
+gloo   an annotation "gloo:all_reduce" on a thread of the library, with dims but without a group. A reduce-scatter is carried out as an all-reduce:
+       the kind is that of the call `c10d::_reduce_scatter_base_`, the n-th call for the n-th annotation
+"""
+
+import re
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.explain.kernels import group_of
+from meshwright.explain.recognise import RecognisedTrace
+from meshwright.explain.trace import KERNEL, OPERATOR, Detail, TracedCollectives
+
+KINDS = (  # part of a name → kind; the first match decides
+    ("reduce_scatter", "reduce_scatter"), ("reducescatter", "reduce_scatter"), ("allreduce", "all_reduce"), ("all_reduce", "all_reduce"),
+    ("allgather", "all_gather"), ("all_gather", "all_gather"), ("alltoall", "all_to_all"), ("all_to_all", "all_to_all"),
+    ("sendrecv", "send"), ("send", "send"), ("recv", "receive"), ("receive", "receive"), ("broadcast", "broadcast"), ("barrier", "barrier"),
+    ("reduce", "reduce"), ("gather", "gather"), ("scatter", "scatter"),
+)  # fmt: skip
+ELEMENT = {"double": 8, "long": 8, "int64": 8, "float64": 8, "half": 2, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2, "short": 2,
+           "byte": 1, "char": 1, "bool": 1, "float8": 1, "int8": 1, "uint8": 1}  # fmt: skip
+AXIS_WORDS = (
+    ("tp", "tensor"),
+    ("pp", "pipeline"),
+    ("cp", "context"),
+    ("ep", "expert"),
+    ("dp", "data", "fsdp", "shard", "replicate"),
+)
+
+
+def kind_of_collective(name: str) -> str:
+    lower = name.lower()
+    return next((kind for part, kind in KINDS if part in lower), "")
+
+
+def element_bytes(dtype: str) -> int:
+    lower = dtype.lower()
+    return next((size for part, size in ELEMENT.items() if part in lower), 4)
+
+
+def shapes_in(dims: str) -> list[tuple[int, ...]]:
+    """The innermost lists of numbers of "[[8, 4], [4], []]": a shape for each tensor."""
+    return [tuple(int(n) for n in part.split(",") if n.strip()) for part in re.findall(r"\[([\d, ]*)\]", dims)]
+
+
+def bytes_in(detail: Detail) -> int:
+    """Bytes of the largest tensor of a call."""
+    if detail.elements:
+        return detail.elements * element_bytes(detail.dtype)
+    sizes = [prod(shape) for shape in shapes_in(detail.dims) if shape]
+    return max(sizes, default=0) * element_bytes(detail.dtypes.partition(",")[0])
+
+
+def traced_collectives(found: RecognisedTrace) -> TracedCollectives:
+    return of_nccl(found) if len(found.device) else of_gloo(found)
+
+
+def of_nccl(found: RecognisedTrace) -> TracedCollectives:
+    e = found.events
+    is_collective = np.array([group_of(name) == "comm" for name in e.names], bool)
+    chosen = np.flatnonzero(is_collective[e.name[found.device]] & (e.category[found.device] == KERNEL))
+    details = [e.details[d] for d in e.detail[found.device[chosen]].tolist()]
+    missing = [i for i, detail in enumerate(details) if not detail.collective]
+    if missing:
+        recorded = recorded_calls(found)
+        for i in missing:
+            details[i] = recorded.get(int(e.external[found.launches[chosen[i]]]), details[i])
+    names = [d.collective or e.names[n] for d, n in zip(details, e.name[found.device[chosen]].tolist(), strict=True)]
+    return table(found, found.device[chosen], [kind_of_collective(name) for name in names], details)
+
+
+def recorded_calls(found: RecognisedTrace) -> dict[int, Detail]:
+    """What `record_param_comms` wrote, by the number that joins it with launches."""
+    e = found.events
+    at = np.flatnonzero(found.names_with("record_param_comms"))
+    return {int(e.external[i]): e.details[e.detail[i]] for i in at.tolist()}
+
+
+def of_gloo(found: RecognisedTrace) -> TracedCollectives:
+    e = found.events
+    at = np.flatnonzero(found.names_with("gloo:"))
+    calls = np.flatnonzero(found.names_with("c10d::") & (e.category == OPERATOR))
+    calls = np.array([i for i in calls.tolist() if kind_of_collective(e.names[e.name[i]])], np.int64)
+    kinds = [kind_of_collective(e.names[n]) for n in e.name[at].tolist()]
+    details = [e.details[d] for d in e.detail[at].tolist()]
+    for i, call in enumerate(calls.tolist() if len(calls) == len(at) else ()):
+        kinds[i] = kind_of_collective(e.names[e.name[call]])
+        details[i] = replaced_dims(details[i], e.details[e.detail[call]])
+    return table(found, at, kinds, details)
+
+
+def replaced_dims(of_library: Detail, of_call: Detail) -> Detail:
+    """The call's tensors where they are larger: an all-gather's annotation has the dims of one rank's part."""
+    return (
+        of_call._replace(dtypes=of_library.dtypes or of_call.dtypes)
+        if bytes_in(of_call) > bytes_in(of_library)
+        else of_library
+    )
+
+
+def table(found: RecognisedTrace, at: NDArray[np.int64], kinds: list[str], details: list[Detail]) -> TracedCollectives:
+    groups, listed = [], found.trace.groups
+    only = next(iter(listed)) if len(listed) == 1 else ""
+    for detail in details:
+        named = detail.group or only
+        groups.append((named, detail.ranks or listed.get(named, ())))
+    sizes = np.array([bytes_in(detail) for detail in details], np.int64)
+    e = found.events
+    return TracedCollectives(
+        tuple(kinds),
+        tuple(name for name, _ in groups),
+        tuple(ranks for _, ranks in groups),
+        sizes,
+        e.start[at],
+        e.end[at],
+    )
+
+
+def axis_of(kind: str, description: str) -> str:
+    """The axis of a group: from the words of its description, else from what it is used for."""
+    words = re.split(r"[^a-z]+", description.lower())
+    for axis, *parts in AXIS_WORDS:
+        if axis in words or any(word.startswith(part) for word in words for part in parts):
+            return axis
+    return {"send": "pp", "receive": "pp", "all_to_all": "ep"}.get(kind, "dp")
+
+
+def moved(collectives: TracedCollectives, nanoseconds: int) -> TracedCollectives:
+    """The collectives on another clock."""
+    return replace(collectives, start=collectives.start + nanoseconds, end=collectives.end + nanoseconds)

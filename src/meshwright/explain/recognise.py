@@ -1,0 +1,194 @@
+"""What the events of a trace are: the main thread, steps, phases, micro-batches, layers, and which call launched which kernel.
+
+    steps        "ProfilerStep#5", our "step 5", Lightning's batches; else from one update of the optimizer to the next; else the largest period
+    backward     nodes of the autograd engine, on whatever thread; DeepSpeed's and Megatron's own annotations
+    optimizer    "Optimizer.step#AdamW.step", our "norm and update"
+    data         the loader's annotation
+    layers       modules of FSDP's annotations, or "nn.Module:" events of a profile with stacks
+
+A kernel belongs to the step and the phase in which it was launched. It may run after the host has begun the next step, so a step of a device
+begins when the kernels of the step before have ended.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.explain.intervals import Intervals, contains, of_spans, union
+from meshwright.explain.trace import ANNOTATION, ON_DEVICE, OPERATOR, PYTHON, RUNTIME, EventTable, NamedSpan, RankTrace
+
+STEP_NAMES = re.compile(
+    r"ProfilerStep#(\d+)|step (\d+)|\[pl\]\[profile\]run_training_batch|Iteration[# ](\d+)|train_batch"
+)
+UPDATES = ("Optimizer.step#", "norm and update", "[pl][profile][Strategy]", "optimizer-step", "DeepSpeedEngine.step")
+BACKWARD = ("autograd::engine::evaluate_function", "DeepSpeedEngine.backward", "backward-compute", "FSDP::pre_backward",
+            "FSDP::post_backward", "FSDP::root_post_backward", "BackwardPass")  # fmt: skip
+DATA = (
+    "enumerate(DataLoader)",
+    "[pl][profile][_TrainingEpochLoop].train_dataloader_next",
+    "batch-generator",
+    "data loading",
+    "get_batch",
+)
+LAYER = re.compile(r"FSDP::pre_forward \((.*)\)|nn\.Module: (\w+_\d+)")
+
+
+@dataclass(frozen=True)
+class RecognisedTrace:
+    """A trace and the meaning of its events."""
+
+    trace: RankTrace
+
+    @property
+    def events(self) -> EventTable:
+        return self.trace.events
+
+    def names_with(self, *prefixes: str) -> NDArray[np.bool_]:
+        """Which events have a name that starts with one of the prefixes."""
+        known = np.array([name.startswith(prefixes) for name in self.events.names], bool)
+        return known[self.events.name] if len(known) else np.zeros(0, bool)
+
+    def spans_of(self, mask: NDArray[np.bool_]) -> Intervals:
+        """The times of some events."""
+        return union(np.column_stack([self.events.start[mask], self.events.end[mask]]))
+
+    @cached_property
+    def on_host(self) -> NDArray[np.bool_]:
+        return np.isin(self.events.category, (OPERATOR, ANNOTATION, PYTHON, RUNTIME))
+
+    @cached_property
+    def main(self) -> int:
+        """The thread of the training loop: that of the steps or of updates, else the one with most operators."""
+        e = self.events
+        marks = self.names_with("ProfilerStep#", "step ", *UPDATES) & (e.category == ANNOTATION)
+        threads = e.thread[marks] if marks.any() else e.thread[e.category == OPERATOR]
+        return int(np.bincount(threads).argmax()) if len(threads) else 0
+
+    @cached_property
+    def backward(self) -> Intervals:
+        return self.spans_of(self.names_with(*BACKWARD) & self.on_host)
+
+    @cached_property
+    def optimizer(self) -> Intervals:
+        return self.spans_of(self.names_with(*UPDATES) & self.on_host)
+
+    @cached_property
+    def data(self) -> Intervals:
+        return self.spans_of(self.names_with(*DATA) & self.on_host & (self.events.thread == self.main))
+
+    @cached_property
+    def device(self) -> NDArray[np.int64]:
+        """Indices of kernels and copies, by start."""
+        return np.flatnonzero(np.isin(self.events.category, ON_DEVICE))
+
+    @cached_property
+    def launches(self) -> NDArray[np.int64]:
+        """For each event of `device` the call of the runtime that launched it; −1: not in the trace."""
+        e = self.events
+        calls = np.flatnonzero((e.category == RUNTIME) & (e.correlation >= 0))
+        calls = calls[np.argsort(e.correlation[calls], kind="stable")]
+        keys, wanted = e.correlation[calls], e.correlation[self.device]
+        if not len(calls):
+            return np.full(len(wanted), -1)
+        at = np.minimum(np.searchsorted(keys, wanted), len(calls) - 1)
+        return np.where((keys[at] == wanted) & (wanted >= 0), calls[at], -1)
+
+    @cached_property
+    def launched_at(self) -> NDArray[np.int64]:
+        """When each event of `device` was launched. Kernels before the first launch of the trace were launched before it; of others without a launch
+        in the trace, their start."""
+        start = self.events.start[self.device]
+        traced = self.launches >= 0
+        first = start[traced].min() if traced.any() else 0
+        return np.where(traced, self.events.start[self.launches], np.where(start < first, -1, start))
+
+    @cached_property
+    def host_steps(self) -> tuple[NamedSpan, ...]:
+        return self.trace.steps or marked_steps(self) or steps_of_updates(self) or periods(self)
+
+    @cached_property
+    def steps(self) -> tuple[NamedSpan, ...]:
+        """Steps where their work ran: on the device if there is one."""
+        host = self.host_steps
+        if not len(self.device):
+            return host
+        ends = self.events.end[self.device]
+        edges = []
+        for begin in [s.start for s in host] + [host[-1].end]:
+            before = self.launched_at < begin
+            edges.append(max(begin, int(ends[before].max()) if before.any() else begin))
+        return tuple(NamedSpan(s.name, a, b) for s, (a, b) in zip(host, pairwise(edges), strict=True) if b > a)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Backward passes per step: the rarest node of autograd occurs once in each."""
+        e = self.events
+        nodes = self.names_with("autograd::engine::evaluate_function: ")
+        inside = contains(of_spans((s.start, s.end) for s in self.host_steps), e.start) & nodes
+        counts = np.bincount(e.name[inside]) if inside.any() else np.zeros(0, int)
+        counts = counts[counts >= len(self.host_steps)]
+        return int(counts.min()) // len(self.host_steps) if len(counts) else 1
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers: the kind of module with several instances that takes most time; empty if no module is named."""
+        e = self.events
+        found = {i: m[1] or m[2] for i, name in enumerate(e.names) if (m := LAYER.fullmatch(name))}
+        seconds, numbers = Counter[str](), dict[str, set[str]]()
+        total = np.bincount(e.name, e.duration, len(e.names))
+        for i, name in found.items():
+            kind = re.sub(r"\d+", "*", name)
+            seconds[kind] += total[i]
+            numbers.setdefault(kind, set()).add(name)
+        kinds = [kind for kind, _ in seconds.most_common() if len(numbers[kind]) > 1]
+        layers = numbers[kinds[0]] if kinds else set()
+        return tuple(sorted(layers, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]))
+
+    def phase_of(self, times: NDArray[np.int64]) -> NDArray[np.str_]:
+        """forward, backward or optimizer, of launches or operators at these times of the host."""
+        return np.where(
+            contains(self.optimizer, times),
+            "optimizer",
+            np.where(contains(self.backward, times), "backward", "forward"),
+        )
+
+
+def marked_steps(found: RecognisedTrace) -> tuple[NamedSpan, ...]:
+    """The steps that annotations name."""
+    e = found.events
+    numbers = {i: m for i, name in enumerate(e.names) if (m := STEP_NAMES.match(name))}
+    at = np.flatnonzero(np.isin(e.name, list(numbers)) & (e.category == ANNOTATION) & (e.thread == found.main))
+    out = []
+    for position, index in enumerate(at.tolist()):
+        groups = numbers[int(e.name[index])].groups()
+        label = next((g for g in groups if g), str(position))
+        out.append(NamedSpan(label, int(e.start[index]), int(e.end[index])))
+    return tuple(s for s, after in zip(out, [*out[1:], None], strict=True) if after is None or after.start >= s.end)
+
+
+def steps_of_updates(found: RecognisedTrace) -> tuple[NamedSpan, ...]:
+    """Steps from one update of the optimizer to the next; what precedes the first is its step too."""
+    ends = found.optimizer[:, 1].tolist()
+    on_main = found.events.start[found.events.thread == found.main]
+    starts = [int(on_main.min()) if len(on_main) else 0, *ends]
+    return tuple(NamedSpan(str(i), a, b) for i, (a, b) in enumerate(zip(starts, ends, strict=False)))
+
+
+def periods(found: RecognisedTrace) -> tuple[NamedSpan, ...]:
+    """The largest period of the main thread: the rarest operator that comes back at even distances begins each; else the whole trace."""
+    e = found.events
+    mine = (e.thread == found.main) & (e.category == OPERATOR)
+    begin, end = int(e.start.min()), int(e.end.max())
+    counts = np.bincount(e.name[mine]) if mine.any() else np.zeros(0, int)
+    for name in sorted(np.flatnonzero(counts > 2).tolist(), key=lambda name: (counts[name], name))[:50]:
+        starts = e.start[mine & (e.name == name)]
+        gaps = np.diff(starts)
+        if gaps.std() < 0.25 * gaps.mean() and gaps.sum() > 0.5 * (end - begin):
+            edges = [*starts.tolist(), min(end, int(starts[-1] + gaps.mean()))]
+            return tuple(NamedSpan(str(i), a, b) for i, (a, b) in enumerate(pairwise(edges)))
+    return (NamedSpan("all", begin, end),)
