@@ -71,7 +71,7 @@ def test_the_pages_of_trouble_are_for_users_of_other_frameworks_too():
     folder = ROOT / "docs" / "trouble"
     index = (folder / "index.md").read_text("utf-8")
     pages = [path for path in folder.glob("*.md") if path.name != "index.md"]
-    assert len(pages) == 6
+    assert len(pages) == 7
     for path in pages:
         text = path.read_text("utf-8")
         assert f"]({path.name}" in index, path.name

@@ -1,6 +1,7 @@
 """`meshwright explain`: where the steps of anybody's training went."""
 
 from pathlib import Path
+from typing import Any
 
 from meshwright.cli.options import described
 from meshwright.cli.output import patient, writable
@@ -23,8 +24,12 @@ def command(files: list[Path] = [], html: str = "", flight: str = "", as_json: b
         raise MeshwrightError("MW-CLI-005", "no trace is given", fix="meshwright explain FILE… or --flight DIR")
     from meshwright.explain.explanation import explain_traces
     from meshwright.explain.folder import read_traces
+    from meshwright.explain.memory_snapshot import is_snapshot
     from meshwright.view.traces import page
 
+    if all(map(is_snapshot, files)):
+        snapshots(files, html, as_json)
+        return
     with patient("reading traces", measurable=False):
         explanation = explain_traces(read_traces(files))
     present(page(explanation), explanation.as_dict(), as_json)
@@ -35,10 +40,27 @@ def flight_records(folder: Path, html: str, as_json: bool) -> None:
     from meshwright.explain.flight import explain_flight
     from meshwright.explain.flight_record import read_folder
     from meshwright.view.flight import page
-    from meshwright.view.html import as_html
 
     with patient("reading flight records", measurable=False):
         report = explain_flight(read_folder(folder))
-    if html:
-        write_text(html, f"<!doctype html><meta charset=utf-8><title>flight records</title>{as_html(page(report))}")
+    write_page(html, "flight records", page(report))
     present(page(report), report.as_dict(), as_json)
+
+
+def snapshots(files: list[Path], html: str, as_json: bool) -> None:
+    """Say what filled the devices at their peaks, from memory snapshots."""
+    from meshwright.explain.memory_snapshot import read_snapshot
+    from meshwright.view.memory_snapshot import page
+
+    with patient("reading memory snapshots", measurable=False):
+        reports = [report for file in files for report in read_snapshot(file)]
+    write_page(html, "memory at the peak", page(reports))
+    present(page(reports), {"devices": [report.as_dict() for report in reports]}, as_json)
+
+
+def write_page(html: str, title: str, shown: Any) -> None:
+    """Write what the terminal shows to an HTML file, if one is named."""
+    from meshwright.view.html import as_html
+
+    if html:
+        write_text(html, f"<!doctype html><meta charset=utf-8><title>{title}</title>{as_html(shown)}")

@@ -1,0 +1,169 @@
+"""The peak of a memory snapshot, by category: snapshots in torch's layout whose content is known, and bad files."""
+
+import pickle
+import random
+from contextlib import suppress
+
+import pytest
+
+from meshwright.cli import run_command
+from meshwright.errors import MeshwrightError
+from meshwright.explain import memory_snapshot
+from meshwright.explain.memory_snapshot import is_snapshot, read_snapshot
+
+KIB, MIB = 1024, 2**20
+TORCH = "/usr/lib/python3/dist-packages/torch"
+
+
+def stack(*frames):
+    return [{"name": name, "filename": file, "line": line} for name, file, line in frames]
+
+
+MAIN = ("<module>", "/home/ada/train.py", 30)
+BUILD = stack(("__init__", f"{TORCH}/nn/modules/linear.py", 106), ("__init__", "/home/ada/model.py", 5), MAIN)
+FORWARD = stack(("forward", f"{TORCH}/nn/modules/linear.py", 125), ("forward", "/home/ada/model.py", 9), MAIN)
+BACKWARD = []  # the threads of autograd have no Python stack
+ADAM = stack(("_init_group", f"{TORCH}/optim/adamw.py", 90), ("step", f"{TORCH}/optim/adamw.py", 200), MAIN)
+ZERO = stack(("zero_grad", f"{TORCH}/optim/optimizer.py", 900), MAIN)
+
+
+class Device:
+    """An allocator that writes down what it does."""
+
+    def __init__(self):
+        self.trace, self.live, self.address = [], {}, 2**40
+
+    def event(self, action, address, size, frames):
+        event = {"action": action, "addr": address, "size": size, "stream": 0, "time_us": len(self.trace)}
+        self.trace.append(event | ({"frames": frames} if frames is not None else {}))
+
+    def alloc(self, size, frames):
+        self.address += 2**24
+        self.live[self.address] = (size, frames)
+        self.event("alloc", self.address, size, frames)
+        return self.address
+
+    def free(self, address, frames):
+        size, _ = self.live.pop(address)
+        self.event("free_requested", address, size, frames)
+        self.event("free_completed", address, size, frames)
+
+    def snapshot(self, reserved):
+        blocks = [
+            {
+                "address": a,
+                "size": -(-size // 512) * 512,
+                "requested_size": size,
+                "state": "active_allocated",
+                "frames": frames,
+            }
+            for a, (size, frames) in self.live.items()
+        ]
+        blocks.append({"address": 1, "size": 3 * MIB, "requested_size": 0, "state": "inactive", "frames": []})
+        segment = {
+            "device": 0,
+            "address": 2**40,
+            "total_size": reserved,
+            "stream": 0,
+            "segment_type": "large",
+            "blocks": blocks,
+        }
+        return {"segments": [segment], "device_traces": [self.trace]}
+
+
+def train(steps=2, device=None):
+    """Two parameters of 1 MiB; each step two activations of 4 MiB, a temporary of 2 MiB, gradients and Adam's states."""
+    device = device or Device()
+    for _ in range(2):
+        device.alloc(MIB, BUILD)
+    device.event("segment_alloc", 2**40, 64 * MIB, BUILD)
+    for step in range(steps):
+        activations = [device.alloc(4 * MIB, FORWARD) for _ in range(2)]
+        device.free(device.alloc(2 * MIB, FORWARD), FORWARD)
+        gradients = [device.alloc(MIB, BACKWARD) for _ in range(2)]
+        working = device.alloc(500, BACKWARD)
+        for address in (*activations, working):
+            device.free(address, BACKWARD)
+        for _ in range(4 * (step == 0)):
+            device.alloc(MIB, ADAM)
+        for address in gradients:
+            device.free(address, ZERO)
+    return device
+
+
+def written(tmp_path, snapshot):
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(snapshot))
+    return path
+
+
+def test_the_peak_is_found_and_its_categories_add_up(tmp_path):
+    (report,) = read_snapshot(written(tmp_path, train().snapshot(64 * MIB)))
+    assert report.allocated == (2 + 4 + 8 + 2) * MIB + 512  # of the second step, when the last gradient is there
+    assert report.by_category == {
+        "parameters": 2 * MIB, "gradients": 2 * MIB, "optimizer": 4 * MIB, "activations": 8 * MIB, "working": 512,
+        "slack": report.reserved - report.allocated,
+    }  # fmt: skip
+    assert sum(report.by_category.values()) == report.reserved == 64 * MIB
+    assert report.places[0][:3] == ("activations", "forward (/home/ada/model.py:9)", 8 * MIB)
+    assert (report.moment, report.largest_free, report.notes) == ("peak", 3 * MIB, ())
+
+
+def test_a_record_that_begins_late_has_the_same_peak(tmp_path):
+    """The ring buffer overwrote the first step: what was there before is known by what is freed later or still there."""
+    device = train()
+    whole = read_snapshot(written(tmp_path, device.snapshot(64 * MIB)))[0]
+    middle = next(i for i, e in enumerate(device.trace) if e["frames"] == ADAM) + 4
+    late = device.snapshot(64 * MIB) | {"device_traces": [device.trace[middle:]]}
+    for block in late["segments"][0]["blocks"]:
+        block["frames"] = []
+    (report,) = read_snapshot(written(tmp_path, late))
+    assert (report.allocated, report.reserved) == (whole.allocated, whole.reserved)
+    assert report.by_category["before"] == 6 * MIB
+    assert "began after" in report.notes[0]
+
+
+def test_out_of_memory_is_the_moment_that_counts(tmp_path):
+    device = train()
+    held = device.alloc(5 * MIB, FORWARD)
+    device.event("oom", 0, 50 * MIB, FORWARD)
+    device.free(held, MAIN and BACKWARD)
+    (report,) = read_snapshot(written(tmp_path, device.snapshot(64 * MIB)))
+    assert (report.moment, report.asked, report.allocated) == ("out of memory", 50 * MIB, 11 * MIB)
+
+
+def test_without_stacks_and_without_history_the_report_says_what_is_missing(tmp_path):
+    device = train()
+    device.trace = [{k: v for k, v in event.items() if k != "frames"} for event in device.trace]
+    device.live = {address: (size, []) for address, (size, _) in device.live.items()}
+    (report,) = read_snapshot(written(tmp_path, device.snapshot(64 * MIB)))
+    assert report.allocated == 16 * MIB + 512
+    assert set(report.by_category) == {"other", "slack"}
+    assert "no stacks" in report.notes[0]
+    (state,) = read_snapshot(written(tmp_path, train().snapshot(64 * MIB)["segments"]))  # memory_snapshot()
+    assert (state.moment, state.allocated) == ("snapshot", 6 * MIB)
+    assert state.by_category["parameters"] == 2 * MIB
+    assert "no history" in state.notes[0]
+
+
+def test_explain_knows_a_snapshot_by_its_content(tmp_path, capsys):
+    run_command("explain", [str(written(tmp_path, train().snapshot(64 * MIB)))])
+    shown = capsys.readouterr().out
+    assert "activations" in shown
+    assert "model.py:9" in shown
+    assert not is_snapshot(tmp_path / "none")
+
+
+def test_bad_files_raise_one_error(tmp_path, monkeypatch):
+    good = pickle.dumps(train().snapshot(64 * MIB))
+    draw = random.Random(0)
+    for _ in range(40):
+        changed = bytearray(good)
+        changed[draw.randrange(len(changed))] = draw.randrange(256)
+        path = tmp_path / "bad.pickle"
+        path.write_bytes(changed[: draw.choice((len(changed), len(changed) // 2))])
+        with suppress(MeshwrightError):
+            read_snapshot(path)
+    monkeypatch.setattr(memory_snapshot, "LARGEST_SNAPSHOT", 100)
+    with pytest.raises(MeshwrightError, match="max_entries"):
+        read_snapshot(written(tmp_path, train().snapshot(64 * MIB)))
