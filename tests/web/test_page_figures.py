@@ -62,7 +62,8 @@ def test_the_second_plan_is_in_every_view_of_a_plan(server: str, open_page: Open
 
 
 def test_fields_without_a_rule_are_inputs(server: str, open_page: Open) -> None:
-    page = open_page(f"{server}/{fragment(view='strategies', **{**STATE, 'plan': {'tp': 2, 'replicate': 4}})}")
+    page = open_page(f"{server}/{fragment(view='overview', **{**STATE, 'plan': {'tp': 2, 'replicate': 4}})}")
+    page.get_by_text("All settings and files").click()
     page.get_by_text("Dtypes, overlap, and more").click()
     page.get_by_label("Gradient messages").select_option("bf16")
     until(page, "decodeURIComponent(location.hash).includes('bf16')")

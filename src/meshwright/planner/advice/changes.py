@@ -25,7 +25,7 @@ from meshwright.lower.step import step_program
 from meshwright.planner.advice.alternatives import changed, settings
 from meshwright.planner.advice.lint.finding import SHOWN
 from meshwright.predict.prediction import resolve_recompute
-from meshwright.units import Json
+from meshwright.units import Json, format_decimal_bytes
 
 KNOBS = (
     "tp", "sp", "pp", "virtual", "schedule", "cp", "cp_kind", "ep", "expert_tp", "replicate", "shard", "zero", "microbatch", "recompute",
@@ -55,7 +55,8 @@ class Change:
 
     @property
     def title(self) -> str:
-        return " and ".join(f"{name} = {shown(value)}" for name, value in self.fields)
+        words = ((name, format_decimal_bytes(value) if name == "bucket" else shown(value)) for name, value in self.fields)
+        return " and ".join(f"{name} = {value}" for name, value in words)
 
     def as_dict(self) -> Json:
         values = values_of(self, "reason", "step_time_s", "saves_s", "memory_gib", "more_gib", "fits", "fix")

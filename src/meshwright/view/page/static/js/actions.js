@@ -11,7 +11,7 @@ let search = null; // the AbortController of a search that runs
 /** Build the buttons. */
 export function begin(element) {
   theme();
-  element.append(...(source.live ? [...best(), compare(), copy("Copy plan.toml", "toml"), copy("Copy command", "command"), copySettings()] : []), themeButton(), inputsButton());
+  element.append(...(source.live ? [h("span", { class: "of-plan" }, best(), compare(), copy("Copy plan.toml", "toml"), copy("Copy command", "command"), copySettings())] : []), themeButton(), inputsButton());
 }
 
 function best() {

@@ -65,10 +65,10 @@ async function mendAfter(changes) {
   }
 }
 
-function section(title, summary, open, ...children) {
+function section(title, summary, ...children) {
   const note = h("span", null);
   widgets.push(() => { note.textContent = summary(); });
-  return h("details", { open }, h("summary", null, h("b", null, title), note), h("div", { class: "fields" }, children));
+  return h("section", null, h("h3", null, title, note), h("div", { class: "fields" }, children));
 }
 
 /** A widget that follows the state: make(…) and how it reads its value. */
@@ -78,18 +78,42 @@ function follow(widget, read) {
 }
 
 const fieldChoices = (field, values) => choices?.fields[field] ?? ANY(values ?? [plan(field)]);
-const degree = (field, label, text) => follow(chips(label, about("plan", field), planChoice(field), { text }), () => [fieldChoices(field), plan(field)]);
+const degree = (field, label, text) => follow(chips(label, about("plan", field), planChoice(field), { text, most: 8 }), () => [fieldChoices(field), plan(field)]);
 const word = (field, label, text) => follow(words(label, about("plan", field), planChoice(field), { text }), () => [fieldChoices(field), plan(field)]);
 /** A field that is shown only where the server offers values for it: elsewhere it has no effect. */
-function where(field, node) {
-  widgets.push(() => { node.hidden = !choices?.fields[field]; });
-  return node;
-}
+const where = (field, node) => when(() => choices?.fields[field], node);
 const flag = (field, label, show = () => ({})) => follow(check(label, about("plan", field), (value) => apply({ [`plan.${field}`]: value })), () => [plan(field), show()]);
 const sized = (path, label, read, text) => follow(size(label, sizeChoice(path), { text, begin: beginMove }), () => [choices?.sizes[path] ?? ANY([read()]), read()]);
 
+const gpus = () => state.at("cluster.gpus") ?? choices?.world ?? 0;
+const hasSequence = () => !choices || "workload.seq" in choices.sizes;
+const ofWorkload = (field, label) => {
+  const pick = (c) => (fresh() ? apply({ ...c.changes, [`workload.${field}`]: c.value }) : mendAfter({ [`workload.${field}`]: c.value }));
+  return follow(words(label, about("workload", field), pick), () => [choices?.sizes[`workload.${field}`] ?? ANY([workload(field)]), workload(field)]);
+};
+/** A node that is shown only where a condition holds. */
+function when(condition, node) {
+  widgets.push(() => { node.hidden = !condition(); });
+  return node;
+}
+
+/** The knobs that decide most, above the result: every value with its effect. */
+function knobs() {
+  const model = picker("Model, from the catalog", (name) => mendAfter({ model: name }));
+  const cluster = picker("Cluster, from the catalog", (name) => mendAfter({ cluster: { extends: name, gpus: gpus() || 8 } }));
+  const node = () => catalog.clusters.find((c) => c.name === nameOf(state.get().cluster))?.node ?? state.at("cluster.levels")?.[0]?.size ?? 8;
+  const nodes = (n) => `${format.whole(n)} = ${n >= node() ? `${format.number(n / node())} × ${node()}` : "part of a node"}`;
+  return h("div", { class: "knobs" }, h("div", { class: "sizes" }, presets(),
+    follow(model, () => [catalog.models, nameOf(state.get().model)]), follow(cluster, () => [catalog.clusters, nameOf(state.get().cluster)]),
+    sized("cluster.gpus", "GPUs", gpus, nodes), sized("workload.batch", "Global batch, samples", () => workload("batch")),
+    when(hasSequence, sized("workload.seq", "Sequence length, tokens", () => workload("seq"))), ofWorkload("precision", "Precision")), h("div", { class: "degrees" },
+    degree("tp", "Tensor parallel, tp"), degree("pp", "Pipeline stages, pp"), degree("cp", "Context parallel, cp"),
+    when(() => (choices?.fields.ep?.length ?? 1) > 1, degree("ep", "Expert parallel, ep")), degree("zero", "ZeRO stage"),
+    degree("microbatch", "Micro-batch, samples"), degree("recompute", "Recompute"),
+    when(() => plan("pp") > 1, word("schedule", "Pipeline schedule")), when(() => plan("pp") > 1, degree("virtual", "Stages per rank, virtual"))));
+}
+
 function modelSection() {
-  const pick = picker("Model, from the catalog", (name) => mendAfter({ model: name }));
   const file = drop("Open a config.json", ".json,application/json", async (text, name) => {
     try {
       const table = await source.model(JSON.parse(text));
@@ -99,15 +123,10 @@ function modelSection() {
       clear(unread).append(refusal(error.error ?? { code: "", what: `'${name}' is not JSON`, why: String(error), valid: [], fix: "" }));
     }
   });
-  return section("Model", () => nameOf(state.get().model), true,
-    follow(pick, () => [catalog.models, nameOf(state.get().model)]), file, ownModel(state, mendAfter, widgets));
+  return section("Model", () => nameOf(state.get().model), file, ownModel(state, mendAfter, widgets));
 }
 
-const gpus = () => state.at("cluster.gpus") ?? choices?.world ?? 0;
-
 function clusterSection() {
-  const pick = picker("Cluster, from the catalog", (name) => mendAfter({ cluster: { extends: name, gpus: gpus() || 8 } }));
-  const node = () => catalog.clusters.find((c) => c.name === nameOf(state.get().cluster))?.node ?? state.at("cluster.levels")?.[0]?.size ?? 8;
   const file = drop("Open a calibrated cluster.toml", ".toml", async (text, name) => {
     try {
       const { cluster } = await source.cluster(text);
@@ -116,25 +135,16 @@ function clusterSection() {
       clear(unread).append(refusal(error.error ?? { code: "", what: `'${name}' could not be read`, why: String(error), valid: [], fix: "" }));
     }
   });
-  const nodes = (n) => `${format.whole(n)} = ${n >= node() ? `${format.number(n / node())} × ${node()}` : "part of a node"}`;
-  return section("Cluster", () => nameOf(state.get().cluster), true,
-    follow(pick, () => [catalog.clusters, nameOf(state.get().cluster)]), sized("cluster.gpus", "GPUs", gpus, nodes), file, ownCluster(state, catalog, mendAfter, widgets));
+  return section("Cluster", () => nameOf(state.get().cluster), file, ownCluster(state, catalog, mendAfter, widgets));
 }
 
 function workloadSection() {
   const stack = words("Training stack", "how the framework behaves: launches, fusion, overlap", (c) => mendAfter({ stack: c.value }));
-  const choice = (path) => (c) => (fresh() ? apply({ ...c.changes, [path]: c.value }) : mendAfter({ [path]: c.value }));
-  const of = (field, label) => follow(words(label, about("workload", field), choice(`workload.${field}`)), () => [choices?.sizes[`workload.${field}`] ?? ANY([workload(field)]), workload(field)]);
   const tokens = entry("Token budget, such as 15T", about("workload", "tokens"), (value) => apply({ "workload.tokens": value ?? 0 }), { type: "text", placeholder: "none" });
-  const hasSequence = () => !choices || "workload.seq" in choices.sizes;
-  const sequence = sized("workload.seq", "Sequence length, tokens", () => workload("seq"));
-  widgets.push(() => { sequence.hidden = !hasSequence(); });
   const perStep = () => (hasSequence() ? `${format.count(workload("batch") * workload("seq"))} tokens` : `${format.count(workload("batch"))} samples`);
-  return section("Workload and stack", () => `${perStep()} per step`, true,
-    sized("workload.batch", "Global batch, samples", () => workload("batch")), sequence,
-    h("div", { class: "pair" }, of("precision", "Precision"), of("optimizer", "Optimizer"), of("scaling", "fp8 scales")),
+  return section("Workload and stack", () => `${perStep()} per step`,
     follow(stack, () => [ANY(catalog.stacks.map((s) => s.name)), nameOf(state.get().stack)]),
-    h("div", { class: "pair" }, follow(tokens, () => [workload("tokens") || ""])));
+    h("div", { class: "pair" }, ofWorkload("optimizer", "Optimizer"), ofWorkload("scaling", "fp8 scales"), follow(tokens, () => [workload("tokens") || ""])));
 }
 
 /** Take model, workload, stack and plan from settings of another framework; data parallelism takes the GPUs that are left. */
@@ -158,19 +168,14 @@ function planSection() {
   const stackOverlap = () => catalog.stacks.find((s) => s.name === nameOf(state.get().stack))?.overlap ?? ["dp"];
   const overlaps = () => plan("overlap") ?? stackOverlap();
   const needs = (test, why) => () => ({ disabled: !test(), why });
-  const experts = h("div", { class: "fields-inner" }, degree("ep", "Expert parallel, ep"), degree("expert_tp", "Tensor parallel inside experts (0: tp)"));
-  widgets.push(() => { experts.hidden = (choices?.fields.ep?.length ?? 1) < 2; });
-  const pipeline = h("div", { class: "fields-inner" }, word("schedule", "Pipeline schedule"), degree("virtual", "Stages per rank, virtual"));
-  widgets.push(() => { pipeline.hidden = plan("pp") === 1; });
   const layers = entry("Layers of each stage, such as 7, 9, 9, 7", about("plan", "layers_per_stage"), (value) => apply({ "plan.layers_per_stage": (value?.match(/\d+/g) ?? []).map(Number) }), { type: "text", placeholder: "as even as possible" });
   const stageLayers = follow(layers, () => [[plan("layers_per_stage")].flat().join(", ")]);
-  widgets.push(() => { stageLayers.hidden = plan("pp") === 1; });
+  when(() => plan("pp") > 1, stageLayers);
   const file = drop("Open settings of another framework", ".toml,.yaml,.yml,.json,.sh,.txt", openSettings);
-  return section("Plan", () => `${format.whole(choices?.world ?? gpus())} GPUs`, true, file,
-    degree("tp", "Tensor parallel, tp"), flag("sp", "Sequence parallel, sp", needs(() => plan("tp") > 1, "(needs tp above 1)")),
-    degree("pp", "Pipeline stages, pp"), pipeline,
-    degree("shard", "Data parallel, sharded"), degree("replicate", "Data parallel, replicated"), degree("zero", "ZeRO stage"),
-    degree("microbatch", "Micro-batch, samples"), degree("cp", "Context parallel, cp"), experts, word("recompute", "Recompute"),
+  return section("Plan", () => `${format.whole(choices?.world ?? gpus())} GPUs`, file,
+    flag("sp", "Sequence parallel, sp", needs(() => plan("tp") > 1, "(needs tp above 1)")),
+    degree("shard", "Data parallel, sharded"), degree("replicate", "Data parallel, replicated"),
+    when(() => (choices?.fields.ep?.length ?? 1) > 1, degree("expert_tp", "Tensor parallel inside experts (0: tp)")), stageLayers,
     h("details", null, h("summary", null, "Dtypes, overlap, and more"), h("div", { class: "fields-inner" },
       h("div", { class: "pair" }, word("param_dtype", "Parameters"), word("grad_dtype", "Gradients"), word("state_dtype", "Optimizer states"), word("gather_dtype", "Gathers")),
       where("comm_dtype", word("comm_dtype", "Gradient messages", (v) => v ?? "as the gradients")),
@@ -180,7 +185,7 @@ function planSection() {
       where("wrap", degree("wrap", "ZeRO: layers gathered together", (n) => (n ? String(n) : "all"))),
       word("compression", "Gradient compression"), where("compression_ratio", degree("compression_ratio", "Share of elements sent", (v) => `${v * 100}%`)),
       where("compression_rank", degree("compression_rank", "Rank of PowerSGD")), where("compression_threshold", degree("compression_threshold", "Threshold, × root mean square")),
-      where("order", word("order", "Order of the axes, fastest first", (v) => v.join(", ") || "the stack’s")), stageLayers, word("offload", "Offload to the host"),
+      where("order", word("order", "Order of the axes, fastest first", (v) => v.join(", ") || "the stack’s")), word("offload", "Offload to the host"),
       word("cp_kind", "Context parallelism"), word("tp_form", "Tensor-parallel form"), word("reduce", "Reduce gradients"),
       flag("prefetch", "ZeRO-3: prefetch the next layer", needs(() => plan("zero") === 3, "(needs ZeRO-3)")), flag("reshard", "ZeRO-3: free weights after forward", needs(() => plan("zero") === 3, "(needs ZeRO-3)")))));
 }
@@ -193,7 +198,7 @@ function presets() {
     state.update({ ...found.state, page: { ...keep, ...found.page, options: { ...keep.options, ...found.page?.options } } });
     select.selectedIndex = 0;
   } }, h("option", null, "…"), catalog.presets.map((p) => h("option", { title: p.about }, p.title)));
-  return h("div", { class: "field presets" }, h("label", { for: "preset" }, "Start from"), select);
+  return h("div", { class: "field" }, h("label", { for: "preset" }, "Start from"), select);
 }
 
 /** Build the form; in a written file it says how to open the live page instead. */
@@ -212,7 +217,8 @@ export async function begin(element) {
     form.append(refusal(error.error));
     return;
   }
-  form.append(presets(), problems, unread, modelSection(), clusterSection(), workloadSection(), planSection());
+  const all = h("details", { id: "all-settings" }, h("summary", null, "All settings and files"), h("div", { class: "sections" }, modelSection(), clusterSection(), workloadSection(), planSection()));
+  form.append(problems, unread, knobs(), all);
   show();
   ask();
 }

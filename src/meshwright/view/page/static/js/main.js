@@ -8,10 +8,10 @@ import * as source from "meshwright/source.js";
 import * as state from "meshwright/state.js";
 import { refusal } from "meshwright/notice.js";
 import * as verdict from "meshwright/verdict.js";
-import { GROUPS, VIEWS } from "meshwright/views.js";
+import { VIEWS } from "meshwright/views.js";
 
 const find = (id) => document.getElementById(id);
-const parts = { nav: find("views"), view: find("view"), verdict: find("verdict"), subject: find("subject") };
+const parts = { workspaces: find("workspaces"), nav: find("views"), view: find("view"), verdict: find("verdict"), subject: find("subject") };
 let answers = new Map(); // by view name: { data, compare, final, error } for the present plan file
 let asked = null; // the AbortController of the request that runs
 let shown = null; // { view, body }
@@ -26,33 +26,47 @@ const available = (view) => source.live || (!view.liveOnly && needs(view).every(
 const current = () => VIEWS.find((view) => view.name === state.get().page.view && available(view)) ?? VIEWS.find(available) ?? VIEWS[0];
 
 let links = []; // [view, link]
+const WORKSPACES = { plan: "Plan", learn: "Learn", runs: "Runs" };
+const inWorkspace = (name) => VIEWS.filter((view) => view.workspace === name && available(view));
 
+/** The workspaces in the header, and the views of the present one. */
 function navigation() {
+  const { workspace } = current();
   const button = h("button", { type: "button", id: "views-button", "aria-expanded": "false", onclick: () => {
     const closed = parts.nav.classList.toggle("closed");
     button.setAttribute("aria-expanded", String(!closed));
   } });
-  const groups = GROUPS.map((group) => [group, VIEWS.filter((view) => view.group === group && available(view))]).filter(([, found]) => found.length);
   links = [];
-  clear(parts.nav).append(button, ...groups.flatMap(([group, found]) => [h("h2", null, group), h("ul", null, found.map((view) => h("li", null, link(view))))]));
-  follow();
+  const tabs = Object.entries(WORKSPACES).filter(([name]) => inWorkspace(name).length).map(([name, title]) => {
+    const views = inWorkspace(name), tab = link(views.includes(current()) ? current() : views[0], title);
+    if (name === workspace) tab.setAttribute("aria-current", "true");
+    return h("li", null, tab);
+  });
+  clear(parts.workspaces).append(h("ul", null, tabs));
+  links = []; // the tabs are made anew; the links of views follow
+  const views = inWorkspace(workspace);
+  clear(parts.nav).append(button, h("ul", null, views.map((view) => h("li", null, link(view)))));
+  parts.nav.hidden = views.length < 2;
+  document.body.dataset.workspace = workspace;
 }
 
-function link(view) {
+function link(view, title = view.short ?? view.title) {
   const node = h("a", { onclick: (event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return; // a new tab or window
     event.preventDefault();
     state.set("page.view", view.name);
-  } }, view.short ?? view.title);
+  } }, title);
+  const { page, ...rest } = state.get();
+  node.href = state.address({ ...rest, page: { ...page, view: view.name } });
   links.push([view, node]);
   return node;
 }
 
 /** Let the links lead to the present state with another view. */
 function follow() {
-  const now = current(), { page, ...rest } = state.get();
+  const now = current();
+  navigation();
   for (const [view, node] of links) {
-    node.href = state.address({ ...rest, page: { ...page, view: view.name } });
     if (view === now) node.setAttribute("aria-current", "page");
     else node.removeAttribute("aria-current");
   }
@@ -190,7 +204,7 @@ function begin() {
   state.begin(source.state);
   actions.begin(find("actions"));
   inputs.begin(find("inputs"));
-  navigation();
+  follow();
   state.subscribe(changed);
   let width = parts.view.clientWidth;
   new ResizeObserver(() => {

@@ -26,7 +26,6 @@ import { view as waterfall } from "meshwright/views/waterfall.js";
 import { view as zero } from "meshwright/views/zero.js";
 import * as source from "meshwright/source.js";
 
-export const GROUPS = ["this plan", "all plans", "learn", "runs"];
 export const VIEWS = [
   overview,
   verdict,

@@ -6,7 +6,7 @@ export const view = {
   name: "batch",
   title: "Efficiency against the batch",
   short: "Batch",
-  group: "all plans",
+  workspace: "plan",
   sentence: "A larger batch gives more compute behind which gradients are reduced, and more micro-batches to fill the pipeline. Above the critical batch, more of it buys little.",
   draw(element, data, context) {
     const now = data.rows.find((r) => r.batch === data.batch);

@@ -9,7 +9,7 @@ export const view = {
   name: "collectives",
   title: "Collectives, step by step",
   short: "Collectives",
-  group: "learn",
+  workspace: "learn",
   sentence: "A collective is a program: in each step ranks send chunks of their buffers. Play it, then see which algorithm is the fastest for which message.",
   leave: () => clearInterval(playing),
   draw(element, data, context) {

@@ -8,7 +8,7 @@ export const view = {
   name: "goodput",
   title: "Goodput and checkpoints",
   short: "Goodput",
-  group: "this plan",
+  workspace: "plan",
   sentence: "Saving often wastes time on saves, saving seldom loses work at a failure. The curve is flat around its top: half or twice the best interval costs little.",
   draw(element, data, context) {
     element.append(h("div", { class: "stats" },

@@ -6,7 +6,7 @@ export const view = {
   name: "heatmap",
   title: "Tensor × pipeline parallelism",
   short: "tp × pp map",
-  group: "all plans",
+  workspace: "plan",
   sentence: "Darker is faster: throughput of the fastest plan with these degrees; all other fields are searched. Grey pairs have no plan, for the reason in the cell. Choose a cell to use its plan.",
   draw(element, data, context) {
     const box = panel("Fastest plan of each pair", context.refreshing ? `${data.note} First plans; the search goes on.` : data.note);

@@ -6,7 +6,7 @@ export const view = {
   name: "leaders",
   title: "The best plans",
   short: "Best plans",
-  group: "all plans",
+  workspace: "plan",
   sentence: "The fastest plans that fit, found by the same search as `meshwright plan`. “Use” puts a plan into the inputs.",
   draw(element, data, context) {
     const best = data.leaders[0], use = (row) => context.update({ plan: row.plan });

@@ -8,7 +8,7 @@ export const view = {
   name: "learn",
   title: "Learn parallelism in twelve lessons",
   short: "Lessons",
-  group: "learn",
+  workspace: "learn",
   sentence: "Each lesson has a few sentences, a view to try them in, and questions that check themselves.",
   localOptions: true,
   draw(element, data, context) {

@@ -7,7 +7,7 @@ export const view = {
   name: "memory",
   title: "Memory per GPU",
   short: "Memory",
-  group: "this plan",
+  workspace: "plan",
   sentence: "Each bar is the peak of one pipeline stage’s GPUs, split by what fills it. A bar beyond the dashed line does not fit.",
   draw(element, data, context) {
     element.append(h("div", { class: "stats" }, ...stats(data)));

@@ -9,7 +9,7 @@ export const view = {
   name: "modeler",
   title: "Bandwidth and efficiency modeler",
   short: "Modeler",
-  group: "learn",
+  workspace: "learn",
   sentence: "A pipeline by its few numbers. A published tool shows the same inputs; its values stand next to the corrected ones.",
   draw(element, data, context) {
     const i = data.inputs, set = (key) => (value) => context.setOptions({ [key]: value });

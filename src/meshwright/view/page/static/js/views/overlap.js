@@ -6,7 +6,7 @@ export const view = {
   name: "overlap",
   title: "Buckets and prefetching",
   short: "Overlap",
-  group: "learn",
+  workspace: "learn",
   sentence: "The same layers without and with overlap. Above: compute; below: messages on the network. What ends after the last compute is exposed.",
   draw(element, data, context) {
     const other = context.compare;

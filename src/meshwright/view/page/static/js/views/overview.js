@@ -7,7 +7,7 @@ import { steps } from "meshwright/views/waterfall.js";
 export const view = {
   name: "overview",
   title: "Overview",
-  group: "this plan",
+  workspace: "plan",
   sentence: "The most important views of this plan together. Each heading leads to its view.",
   needs: ["verdict", "memory", "waterfall", "advice"],
   optional: ["advice"],
@@ -17,7 +17,7 @@ export const view = {
     const time = panel(null, null, h("h3", null, link("waterfall", "Where the step’s time goes")));
     const room = panel(null, null, h("h3", null, link("memory", "Memory per GPU")));
     const next = panel("What to change first", null);
-    element.append(targets(verdict), h("div", { class: "columns wide" }, time, h("div", null, room, next)), about(verdict));
+    element.append(h("div", { class: "columns wide" }, time, h("div", null, room, next)), targets(verdict), about(verdict));
     steps(time, waterfall, compare?.waterfall);
     stages(room, memory, compare?.memory, { most: 8 });
     changes(next, verdict, advice, context);

@@ -8,7 +8,7 @@ export const view = {
   name: "pareto",
   title: "Time against memory",
   short: "Pareto front",
-  group: "all plans",
+  workspace: "plan",
   sentence: "Each mark is a plan. No plan lies below and to the left of the stepped line: it is the least time for a given amount of memory. Choose a mark to use its plan.",
   draw(element, data, context) {
     const box = panel("Plans", data.note);

@@ -6,7 +6,7 @@ export const view = {
   name: "published",
   title: "Predicted against published",
   short: "Published runs",
-  group: "all plans",
+  workspace: "plan",
   sentence: "Each mark is one published figure: left of the line we predict less than was measured, right of it more. The bar is the error band of the prediction.",
   draw(element, data, context) {
     element.append(runs(data, context.compare));

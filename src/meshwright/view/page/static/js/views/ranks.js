@@ -8,7 +8,7 @@ export const view = {
   name: "ranks",
   title: "The grid of ranks",
   short: "Ranks",
-  group: "this plan",
+  workspace: "plan",
   sentence: "Every square is a GPU; a frame is a node. Choose a rank to light the groups it belongs to: ranks of a group exchange messages on the links that their frame shares, or between frames.",
   localOptions: true,
   draw(element, data, context) {

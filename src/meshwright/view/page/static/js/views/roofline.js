@@ -8,7 +8,7 @@ export const view = {
   name: "roofline",
   title: "Communication roofline",
   short: "Roofline",
-  group: "this plan",
+  workspace: "plan",
   sentence: "Each line is one level of links: flat at its bandwidth, falling where latency dominates. Each mark is a collective of this plan, in the colour of the level that it really crosses.",
   draw(element, data, context) {
     const box = panel("Collectives against the level that they cross", data.note);

@@ -13,7 +13,7 @@ export const view = {
   name: "runs",
   title: "Training runs",
   short: "Runs",
-  group: "runs",
+  workspace: "runs",
   sentence: source.live ? "Runs of `meshwright train --out DIR` below the folder given by `meshwright web --runs DIR`: measured against predicted." : "Runs of `meshwright train`: each was predicted before it ran.",
   needs: [],
   liveOnly: !source.hasRuns,

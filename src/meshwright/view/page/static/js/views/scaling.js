@@ -6,7 +6,7 @@ export const view = {
   name: "scaling",
   title: "Scaling over GPUs",
   short: "Scaling",
-  group: "all plans",
+  workspace: "plan",
   sentence: "More data-parallel replicas of this plan. Strong scaling keeps the batch, weak scaling lets it grow with the GPUs; 100% means that every GPU trains as many samples as on the fewest.",
   draw(element, data, context) {
     if (!data.strong.length && !data.weak.length) return element.append(h("p", { class: "empty" }, data.note));

@@ -6,7 +6,7 @@ export const view = {
   name: "sensitivity",
   title: "What matters most",
   short: "Sensitivity",
-  group: "all plans",
+  workspace: "plan",
   sentence: "Change of this plan’s throughput if one quantity were 20% less (hatched) or 20% more (solid). Buy or tune what has the longest bar.",
   draw(element, data, context) {
     const box = panel("Throughput", data.note);

@@ -8,7 +8,7 @@ const style = (k) => ({ colour: COLOURS[k % 8], shape: SHAPES[Math.floor(k / 8) 
 export const view = {
   name: "sheet",
   title: "Measurements",
-  group: "",
+  workspace: "plan",
   draw(element, data) {
     for (const note of data.notes) element.append(h("p", { class: "sentence" }, note));
     for (const part of data.parts) element.append(part.series ? chart(part) : part.ratios ? ratios(part) : grid(part));

@@ -8,7 +8,7 @@ export const view = {
   name: "stages",
   title: "Between the stages",
   short: "Bandwidth",
-  group: "this plan",
+  workspace: "plan",
   sentence: "A boundary is fast enough if sending one micro-batch forward and back takes no longer than computing it.",
   draw(element, data, context) {
     const b = data.bandwidth;

@@ -6,7 +6,7 @@ export const view = {
   name: "strategies",
   title: "Strategies side by side",
   short: "Strategies",
-  group: "learn",
+  workspace: "learn",
   sentence: "What each form of parallelism splits, what it sends and when, and when to use it. Coloured rows are the strategies that the plan combines.",
   draw(element, data, context) {
     const second = new Set(context.compare?.rows.filter((r) => r.used).map((r) => r.name)), marks = (r) => (context.compare ? [r.used ? "✓ plan 1" : "", second.has(r.name) ? "✓ plan 2" : ""].filter(Boolean).join(", ") : r.used ? "✓" : "");

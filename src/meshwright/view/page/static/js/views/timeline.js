@@ -12,7 +12,7 @@ export const view = {
   name: "timeline",
   title: "Pipeline timeline",
   short: "Timeline",
-  group: "this plan",
+  workspace: "plan",
   sentence: "One lane per pipeline rank, time to the right. Gaps are the bubble. All schedules have the same time scale; drag to pan, use the wheel or + and − to zoom.",
   draw(element, data, context) {
     const first = data.panels[0];

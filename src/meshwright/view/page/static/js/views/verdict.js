@@ -7,7 +7,7 @@ export const view = {
   name: "verdict",
   title: "The verdict",
   short: "Verdict",
-  group: "this plan",
+  workspace: "plan",
   sentence: "Whether the plan fits, what bounds it, which targets it misses, and what to change next.",
   needs: ["verdict", "advice"],
   optional: ["advice"],

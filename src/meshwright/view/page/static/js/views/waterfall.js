@@ -7,7 +7,7 @@ export const view = {
   name: "waterfall",
   title: "Where the step’s time goes",
   short: "Step time",
-  group: "this plan",
+  workspace: "plan",
   sentence: "Each bar starts where the one above ends; together they are the step of the busiest rank. Orange and pink bars are communication that no compute hides.",
   draw(element, data, context) {
     element.append(h("div", { class: "stats" }, ...stats(data)));

@@ -8,7 +8,7 @@ export const view = {
   name: "zero",
   title: "ZeRO and the memory wall",
   short: "ZeRO",
-  group: "learn",
+  workspace: "learn",
   sentence: "Adam in mixed precision keeps 16 bytes per parameter. ZeRO shards the optimizer’s 12 (stage 1), the gradients’ 2 (stage 2) and the weights’ 2 (stage 3) over the data-parallel GPUs.",
   draw(element, data, context) {
     if (context.live) element.append(h("div", { class: "controls" }, choice("Data-parallel GPUs (P)", data.rank_choices.map((n) => [n, String(n)]), data.ranks, (ranks) => context.setOptions({ ranks }))));
