@@ -55,7 +55,9 @@ class Change:
 
     @property
     def title(self) -> str:
-        words = ((name, format_decimal_bytes(value) if name == "bucket" else shown(value)) for name, value in self.fields)
+        words = (
+            (name, format_decimal_bytes(value) if name == "bucket" else shown(value)) for name, value in self.fields
+        )
         return " and ".join(f"{name} = {value}" for name, value in words)
 
     def as_dict(self) -> Json:

@@ -106,7 +106,7 @@ function knobs() {
   return h("div", { class: "knobs" }, h("div", { class: "sizes" }, presets(),
     follow(model, () => [catalog.models, nameOf(state.get().model)]), follow(cluster, () => [catalog.clusters, nameOf(state.get().cluster)]),
     sized("cluster.gpus", "GPUs", gpus, nodes), sized("workload.batch", "Global batch, samples", () => workload("batch")),
-    when(hasSequence, sized("workload.seq", "Sequence length, tokens", () => workload("seq"))), ofWorkload("precision", "Precision")), h("div", { class: "degrees" },
+    when(hasSequence, sized("workload.seq", "Sequence, tokens", () => workload("seq"))), ofWorkload("precision", "Precision")), h("div", { class: "degrees" },
     degree("tp", "Tensor parallel, tp"), degree("pp", "Pipeline stages, pp"), degree("cp", "Context parallel, cp"),
     when(() => (choices?.fields.ep?.length ?? 1) > 1, degree("ep", "Expert parallel, ep")), degree("zero", "ZeRO stage"),
     degree("microbatch", "Micro-batch, samples"), degree("recompute", "Recompute"),
