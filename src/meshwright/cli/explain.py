@@ -11,10 +11,21 @@ from meshwright.view.tables import present
 
 
 @described
-def command(files: list[Path] = [], html: str = "", flight: str = "", as_json: bool = False) -> None:
+def command(
+    files: list[Path] = [],
+    plan: str = "",
+    model: str = "",
+    cluster: str = "",
+    gpus: int = 0,
+    set: list[str] = [],
+    html: str = "",
+    flight: str = "",
+    as_json: bool = False,
+) -> None:
     """Read the profiler traces of a training program, and say where its steps went.
 
     meshwright explain trace-0.json.gz trace-1.json.gz; meshwright explain FOLDER with a file per rank.
+    With --plan, a plan file or the settings of a framework, beside the prediction; else beside that of the plan recognised in the trace.
     With --flight: the flight records of a program that hangs, and the rank that is the cause."""
     writable(html)
     if flight:
@@ -22,17 +33,22 @@ def command(files: list[Path] = [], html: str = "", flight: str = "", as_json: b
         return
     if not files:
         raise MeshwrightError("MW-CLI-005", "no trace is given", fix="meshwright explain FILE… or --flight DIR")
+    from meshwright.explain.beside import beside_plan
     from meshwright.explain.explanation import explain_traces
     from meshwright.explain.folder import read_traces
     from meshwright.explain.memory_snapshot import is_snapshot
-    from meshwright.view.traces import page
+    from meshwright.view.page.traced import document
+    from meshwright.view.traces import as_dict, page
 
     if all(map(is_snapshot, files)):
         snapshots(files, html, as_json)
         return
     with patient("reading traces", measurable=False):
         explanation = explain_traces(read_traces(files))
-    present(page(explanation), explanation.as_dict(), as_json)
+        beside = beside_plan(explanation, plan, model, cluster, gpus, set)
+    if html:
+        write_text(html, document(explanation, beside))
+    present(page(explanation, beside), as_dict(explanation, beside), as_json)
 
 
 def flight_records(folder: Path, html: str, as_json: bool) -> None:

@@ -39,6 +39,7 @@ from meshwright.explain.trace import PYTHON, RUNTIME
 from meshwright.units import format_decimal_bytes, format_seconds
 
 WORTH = 0.01  # share of the step below which a cause is left out
+USUAL_HOST = 0.1  # share of a step on a CPU that Python and the framework take between operators
 BUCKETS = 4  # into which gradients should at least be divided: all but the last can be sent during backward
 AFTER_BACKWARD = 0.7  # share of the bytes that start after backward at which overlap is said to be off
 
@@ -175,11 +176,12 @@ def host_causes(run: TracedRun, parts: dict[int, dict[Part, float]]) -> list[Los
         )
     )
     between, on = largest(parts, (HOST, BETWEEN))
+    between = max(0.0, between - USUAL_HOST * sum(parts[on].values()))
     out.append(
         LostTime(
             "host",
             between,
-            f"on rank {on} Python and the framework run between operators",
+            f"on rank {on} Python and the framework run between operators for longer than a tenth of the step",
             "fewer, larger operators: compile the model",
         )
     )

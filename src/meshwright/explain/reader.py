@@ -63,6 +63,7 @@ class EventColumns:
         self.threads: dict[tuple[Any, Any], int] = {}
         self.thread_names: dict[tuple[Any, Any], str] = {}
         self.skipped = 0
+        self.peak = {False: 0, True: 0}  # bytes allocated on the host, on a device
 
     def __len__(self) -> int:
         return len(self.columns["start"])
@@ -79,6 +80,14 @@ class EventColumns:
             self.thread_names[_place(event)] = str(name)[:LONGEST_TEXT]
         elif phase in ("B", "E"):
             self.skipped += 1
+        elif phase == "i" and event.get("name") == "[memory]":
+            self._note_memory(event.get("args"))
+
+    def _note_memory(self, arguments: Any) -> None:
+        """Keep the largest "Total Allocated" of a device, or of the host if there is no device."""
+        if isinstance(arguments, dict):
+            on_device = arguments.get("Device Type") == 1
+            self.peak[on_device] = max(self.peak[on_device], _whole(arguments.get("Total Allocated")))
 
     def _add_span(self, event: Json) -> None:
         start, duration, category = event.get("ts"), event.get("dur", 0.0), event.get("cat", "")
@@ -234,6 +243,7 @@ def _trace(path: Path, columns: EventColumns, about: Json, notes: list[str]) -> 
         process_groups(distributed),
         tuple(d for d in devices if isinstance(d, dict))[:64] if isinstance(devices, list) else (),
         (),
+        columns.peak[True] or columns.peak[False],
         tuple(notes),
     )
 

@@ -96,6 +96,7 @@ class RankTrace:
     )  # name and description of a process group → its ranks
     devices: tuple[Json, ...] = ()  # "deviceProperties"
     steps: tuple[NamedSpan, ...] = ()  # steps that the file itself lists, beside those in its events
+    peak_bytes: int = 0  # most bytes that the allocator had given out (a profile with profile_memory); 0: not traced
     notes: tuple[str, ...] = ()  # what could not be read, and what was assumed
 
     @property

@@ -5,16 +5,18 @@ from collections.abc import Iterable
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from meshwright.errors import MeshwrightError
 from meshwright.explain.attribution import COMPUTE, KINDS, Part
+from meshwright.explain.beside import PartDifference, TraceBesidePlan
 from meshwright.explain.explanation import TraceExplanation
-from meshwright.units import format_seconds
+from meshwright.units import Json, format_seconds
 from meshwright.view.tables import filled
 
 MOST_RANKS = 8
 MOST_PRODUCTS = 6
 
 
-def page(e: TraceExplanation) -> RenderableType:
+def page(e: TraceExplanation, beside: TraceBesidePlan | MeshwrightError) -> RenderableType:
     ranks = e.run.ranks
     steps = len(next(iter(e.steps.values())))
     first = ranks[0].found
@@ -29,7 +31,13 @@ def page(e: TraceExplanation) -> RenderableType:
         f"  {about}, {recognised}{layers}; {e.attributed:.1%} of the time attributed", "not bold"
     )
     return Group(
-        title, causes(e), parts(e), *late(e), *products(e), *(Text(f"note: {note}", "yellow") for note in e.notes)
+        title,
+        causes(e),
+        parts(e),
+        *late(e),
+        *products(e),
+        *compared(beside),
+        *(Text(f"note: {note}", "yellow") for note in e.notes),
     )
 
 
@@ -111,3 +119,42 @@ def products(e: TraceExplanation) -> list[RenderableType]:
     ]
     columns = ("product", "dtype", ">times", ">all of them", ">TFLOP/s", ">of the usual rate")
     return [filled(columns, rows, title=f"Matrix products of rank {rank}")]
+
+
+def compared(beside: TraceBesidePlan | MeshwrightError) -> list[RenderableType]:
+    """The prediction beside the trace, the largest differences, and what `plan` would change."""
+    if isinstance(beside, MeshwrightError):
+        return [Text(f"no prediction beside it: {beside.what}", "dim")]
+    p = beside.estimate.prediction
+    band = f"{format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}"
+    about = f"predicted {format_seconds(p.step_time_s)} ({band}), measured {format_seconds(beside.explanation.step_s)}; rank {beside.rank}"
+    plan = f"plan {beside.source}: {beside.config.plan.title()}; stack {beside.config.stack.name} on {beside.config.cluster.accelerator.name}"
+    columns = ("part", ">predicted", ">measured", ">difference")
+    out: list[RenderableType] = [
+        filled(columns, [cells(row) for row in beside.rows], title="Beside the prediction"),
+        Text(about),
+        Text(plan, "dim"),
+        filled(
+            (*columns, "reason"), [(*cells(row), row.reason) for row in beside.largest], title="The largest differences"
+        ),
+    ]
+    if beside.changes:
+        rows = [(c.title, format_seconds(c.saved), c.fix) for c in beside.changes]
+        out.append(filled(("change of the plan", ">saves per step", "~with"), rows, title="What `plan` would change"))
+    return out
+
+
+def cells(row: PartDifference) -> tuple[str, str, str, str]:
+    sign = "+" if row.difference_s >= 0 else "−"
+    return (
+        row.name,
+        format_seconds(row.predicted_s),
+        format_seconds(row.measured_s),
+        f"{sign}{format_seconds(abs(row.difference_s))}",
+    )
+
+
+def as_dict(e: TraceExplanation, beside: TraceBesidePlan | MeshwrightError) -> Json:
+    if isinstance(beside, MeshwrightError):
+        return e.as_dict() | {"prediction": None, "no_prediction": beside.as_dict()}
+    return e.as_dict() | {"prediction": beside.as_dict()}

@@ -30,15 +30,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isnan
 
-import numpy as np
-
-from meshwright.cost.compute import op_time
 from meshwright.describe.config import Config
+from meshwright.explain.expected import expected
 from meshwright.explain.kernels import GROUPS, group_of
-from meshwright.lower.program import Op
-from meshwright.lower.sync import update_bytes
 from meshwright.predict.estimate import estimate
-from meshwright.predict.prediction import cost_of
 from meshwright.programs.pipelines.program import Action
 from meshwright.training.hooks import CommEvent, Interval, RankReport, TracedStep
 from meshwright.training.measure.communication import ONCE, Lowered, LoweredNames, Others, length, narrowed, union
@@ -46,7 +41,6 @@ from meshwright.units import Json
 from meshwright.view.simulate import CLOSING, spans
 from meshwright.view.trace import TraceSpan, as_json
 
-PHASES = ("F", "I", "W", "R")
 ON_DEVICE = ("kernel", "comm", "gpu_memcpy", "gpu_memset")  # categories of a trace
 
 
@@ -73,49 +67,6 @@ def of_trace(trace: Json) -> dict[str, float]:
         found[group_of(name)] += (end - start) / steps
     found["idle"] = (busy[-1][1] - busy[0][0] - length(busy)) / steps
     return found
-
-
-def group_of_op(op: Op) -> str:
-    groups = {"gemm": "products", "attention": "attention"}
-    return groups.get(op.kind) or ("loss" if op.name.startswith("loss") else "other")
-
-
-def expected(config: Config, rank: int = 0) -> dict[str, tuple[float, float]]:
-    """Predicted seconds and the floor of each group, on a rank of the first data-parallel replica's pipeline."""
-    device, precision, stack = config.cluster.accelerator, config.workload.precision, config.stack
-    cost = cost_of(config.but(stack=stack))
-    program, batch, counts = cost.program, cost.program.batch, cost.program.ranks[rank].counts
-    out = {group: [0.0, 0.0] for group in GROUPS}
-    for (block, phase), ops in program.blocks.items():
-        for op in ops if phase in PHASES else ():
-            if op.kind not in ("gemm", "attention", "memory"):
-                continue
-            times = float(np.max(counts[block] * op.count * batch.microbatches))
-            out[group_of_op(op)][0] += times * float(np.max(op_time(device, precision, stack, op)))
-            out[group_of_op(op)][1] += times * floor_of(config, op)
-    elements = sum(
-        float(np.max(n)) * float(np.max(counts[b])) for b, g in program.parameters.items() for n in g.values()
-    )
-    update = float(np.max(update_bytes(batch, np.array([elements])))) / bandwidth(config)
-    out["optimizer"] = [float(np.max(cost.exposed.get("optimizer", 0.0))), update]
-    out["idle"] = [float(np.max(cost.exposed.get("host", 0.0))) + stack.step_overhead, 0.0]
-    return {group: (seconds, floor) for group, (seconds, floor) in out.items() if seconds}
-
-
-def bandwidth(config: Config) -> float:
-    return config.cluster.accelerator.efficiency.memory * config.cluster.accelerator.memory_bandwidth
-
-
-def floor_of(config: Config, op: Op) -> float:
-    """Seconds that one occurrence takes at the best rate of the device."""
-    device = config.cluster.accelerator
-    dtype = op.dtype or config.workload.precision
-    eff, peak = device.efficiency, device.peak_for(dtype)
-    if op.kind == "gemm":
-        return float(np.max(op.flops)) / (eff.products(dtype) * peak)
-    if op.kind == "attention":
-        return float(np.max(op.flops)) / (eff.attention(config.stack.attention) * peak)
-    return float(np.max(op.bytes)) / bandwidth(config)
 
 
 def compare(config: Config, seconds: dict[str, float]) -> list[GroupTime]:

@@ -21,6 +21,7 @@ import { view as stages } from "meshwright/views/stages.js";
 import { view as strategies } from "meshwright/views/strategies.js";
 import { view as timeline } from "meshwright/views/timeline.js";
 import { view as runs } from "meshwright/views/runs.js";
+import { view as traced } from "meshwright/views/traced.js";
 import { view as verdict } from "meshwright/views/verdict.js";
 import { view as waterfall } from "meshwright/views/waterfall.js";
 import { view as zero } from "meshwright/views/zero.js";
@@ -50,5 +51,5 @@ export const VIEWS = [
   zero,
   overlap,
   runs,
-  ...(source.live ? [] : [sheet]), // only in written files
+  ...(source.live ? [] : [sheet, traced]), // only in written files
 ];

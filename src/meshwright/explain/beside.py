@@ -1,0 +1,273 @@
+"""A trace beside the prediction of its plan: predicted and measured seconds by part and by operator, and a reason for the largest differences.
+
+The measured side is the mean step of the rank that computes longest, the predicted side that of the busiest rank. Parts of each side sum to its
+step, so differences of parts sum to the difference of the steps. Products are also compared by shape: the three sizes of a product are the same for
+forward and both gradients, in another order.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from meshwright.cost.collective import CollectiveTimes
+from meshwright.describe.config import Config, is_plan_file
+from meshwright.describe.result import AXES
+from meshwright.errors import MeshwrightError
+from meshwright.explain.attribution import BUBBLE, COMMUNICATION, COMPUTE, DATA, HOST, UNATTRIBUTED, WAITING
+from meshwright.explain.causes import after_backward
+from meshwright.explain.expected import ShapeKey, expected, expected_products, shape_key
+from meshwright.explain.explanation import TraceExplanation
+from meshwright.explain.products import TracedProduct
+from meshwright.explain.recognised_plan import config_of_trace
+from meshwright.interop.files import configure
+from meshwright.planner.advice.changes import Change, first_changes
+from meshwright.predict.estimate import Estimate, estimate
+from meshwright.units import Json, format_seconds
+
+MOST = 5
+GROUPS = ("products", "attention", "loss", "optimizer", "other", "copies")
+GROUP_NAMES = {"other": "elementwise and norms", "copies": "copies"}
+RECOGNISED = "recognised in the trace"
+NOT_PREDICTED = "the prediction assumes none"
+MOST_PARTS = 8  # into which a product may be divided
+SLOWER = 1.15  # times the predicted seconds at which a rate is called lower
+
+
+@dataclass(frozen=True)
+class PartDifference:
+    """Predicted and measured seconds of one part or operator of a step, and why they differ."""
+
+    name: str
+    predicted_s: float
+    measured_s: float
+    reason: str = ""
+
+    @property
+    def difference_s(self) -> float:
+        return self.measured_s - self.predicted_s
+
+    def as_dict(self) -> Json:
+        return {
+            "name": self.name,
+            "predicted_s": self.predicted_s,
+            "measured_s": self.measured_s,
+            "difference_s": self.difference_s,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class TraceBesidePlan:
+    """A traced run and the prediction of its plan."""
+
+    explanation: TraceExplanation
+    config: Config
+    source: str  # where the plan comes from, in words
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        return estimate(self.config)
+
+    @cached_property
+    def rank(self) -> int:
+        """The rank whose kernels take longest."""
+        parts = self.explanation.parts
+        return max(parts, key=lambda rank: (sum(s for (kind, _), s in parts[rank].items() if kind == COMPUTE), -rank))
+
+    @cached_property
+    def rows(self) -> list[PartDifference]:
+        """All parts, in the order of the step; both columns sum to their step."""
+        measured, e = self.explanation.parts[self.rank], self.estimate
+        exposed, groups = e.prediction.exposed_s, expected(e.config)
+        rows = []
+        for group in GROUPS:
+            expectation, seconds = groups.get(group, (0.0, 0.0))[0], measured.get((COMPUTE, group), 0.0)
+            reason = self.compute_reason(group, expectation, seconds)
+            rows.append(PartDifference(GROUP_NAMES.get(group, group), expectation, seconds, reason))
+        rows += [
+            PartDifference(
+                f"exposed {axis}",
+                exposed.get(axis, 0.0),
+                measured.get((COMMUNICATION, axis), 0.0),
+                self.axis_reason(axis),
+            )
+            for axis in AXES
+        ]
+        total = {
+            kind: sum(s for (of, _), s in measured.items() if of == kind)
+            for kind in (WAITING, BUBBLE, DATA, HOST, UNATTRIBUTED)
+        }
+        host = exposed.get("host", 0.0) + exposed.get("overhead", 0.0)
+        slower_host = "launches are on the critical path: the host is slower than the device, or waited for it"
+        rows += [
+            PartDifference(
+                "bubble",
+                exposed.get("bubble", 0.0),
+                total[BUBBLE],
+                "stages wait longer for messages than their schedule says",
+            ),
+            PartDifference("waiting for slower ranks", 0.0, total[WAITING], NOT_PREDICTED),
+            PartDifference("data loader", 0.0, total[DATA], NOT_PREDICTED),
+            PartDifference(
+                "host",
+                host,
+                total[HOST],
+                slower_host if total[HOST] > host else "the host launches faster than predicted",
+            ),
+        ]
+        rest = e.prediction.step_time_s - sum(row.predicted_s for row in rows)
+        known = sum(row.measured_s for row in rows)
+        rows.append(
+            PartDifference(
+                "slowed by overlap, and not attributed",
+                rest,
+                sum(measured.values()) - known,
+                "kernels beside communication run slower",
+            )
+        )
+        return [row for row in rows if abs(row.predicted_s) + abs(row.measured_s) > 1e-9]
+
+    @cached_property
+    def operators(self) -> list[PartDifference]:
+        """Products by family of shapes, those that differ most first."""
+        steps = len(self.explanation.steps[self.rank])
+        predicted, by_shape = expected_products(self.estimate.config), defaultdict[ShapeKey, list[TracedProduct]](list)
+        for p in self.explanation.products[self.rank]:
+            by_shape[shape_key(p.batch, p.m, p.n, p.k)].append(p)
+        rows = []
+        for family in families(set(predicted), set(by_shape)):
+            expectations = [predicted[key] for key in family if key in predicted]
+            products = [p for key in family for p in by_shape.get(key, [])]
+            seconds, flops = sum(e[0] for e in expectations), sum(e[1] for e in expectations)
+            measured, run = sum(p.seconds for p in products) / steps, sum(p.flops for p in products) / steps
+            names = ", ".join(dict.fromkeys(forward(name) for e in expectations for name in e[2].split(", ")))
+            largest = max(family, key=lambda key: prod(key[1]))
+            name = f"{names or 'products that the plan does not have'} ({' · '.join(map(str, largest[1]))})"
+            rows.append(
+                PartDifference(name, seconds, measured, product_reason(products, seconds, measured, flops, run))
+            )
+        return sorted(rows, key=lambda row: -abs(row.difference_s))
+
+    @cached_property
+    def largest(self) -> list[PartDifference]:
+        """The five largest differences; products by shape, where the trace has shapes."""
+        parts = [row for row in self.rows if row.name != "products" or not self.explanation.products[self.rank]]
+        operators = self.operators if self.explanation.products[self.rank] else []
+        return sorted([*parts, *operators], key=lambda row: -abs(row.difference_s))[:MOST]
+
+    @cached_property
+    def changes(self) -> list[Change]:
+        """What `plan` would change in this plan, with the seconds that the same costs give."""
+        return first_changes(self.estimate.config)[:3]
+
+    def compute_reason(self, group: str, predicted: float, measured: float) -> str:
+        more, stack = measured > predicted, self.config.stack
+        if group == "other":
+            fused = "more of these kernels than this program" if more else "fewer of these kernels than this program"
+            return f"stack {stack.name} fuses {fused}"
+        if group == "attention":
+            return f"{'a slower' if more else 'a faster'} attention kernel than the predicted one ({stack.attention or stack.name}), or other masks"
+        if group == "optimizer":
+            return (
+                "the update is not fused, or its states are wider"
+                if more
+                else "the states of the optimizer are narrower, or fewer"
+            )
+        return {"copies": NOT_PREDICTED, "products": "see the products by shape"}.get(group, "")
+
+    def axis_reason(self, axis: str) -> str:
+        """Slower than the link, or not overlapped: busy seconds of the axis beside the predicted ones."""
+        e = self.estimate
+        steps = self.explanation.steps[self.rank]
+        hidden = sum(s.hidden.get(axis, 0) for s in steps) / 1e9 / len(steps)
+        busy = hidden + self.explanation.parts[self.rank].get((COMMUNICATION, axis), 0.0)
+        predicted = e.prediction.exposed_s.get(axis, 0.0) + e.prediction.hidden_s.get(axis, 0.0)
+        if predicted and busy > SLOWER * predicted:
+            level = CollectiveTimes(e.cluster, e.program.batch).level(axis)
+            link = e.cluster.levels[level].name
+            return f"its collectives take {busy / predicted:.1f} times the predicted {format_seconds(predicted)}: slower than the link ({link})"
+        rank = next(r for r in self.explanation.run.ranks if r.rank == self.rank)
+        late, _, count = after_backward(rank, steps)
+        planned = e.prediction.hidden_s.get(axis, 0.0)
+        if planned > 1.2 * hidden and count:
+            return f"{format_seconds(planned)} should run behind compute, {format_seconds(hidden)} did: {late:.0%} of the bytes start after backward"
+        return "communication as predicted, overlapped differently"
+
+    def as_dict(self) -> Json:
+        p = self.estimate.prediction
+        return {
+            "plan": self.config.plan.as_dict(),
+            "source": self.source,
+            "predicted_step_time_s": p.step_time_s,
+            "step_time_low_s": p.step_time_low_s,
+            "step_time_high_s": p.step_time_high_s,
+            "measured_step_time_s": self.explanation.step_s,
+            "rank": self.rank,
+            "predicted_memory_gib": p.memory_gib,
+            "parts": [row.as_dict() for row in self.rows],
+            "operators": [row.as_dict() for row in self.operators[:20]],
+            "largest_differences": [row.as_dict() for row in self.largest],
+            "changes": [change.as_dict() for change in self.changes],
+            "assumed": p.assumed,
+        }
+
+
+def beside_plan(
+    explanation: TraceExplanation,
+    plan: str = "",
+    model: str = "",
+    cluster: str = "",
+    gpus: int = 0,
+    overrides: Sequence[str] = (),
+) -> TraceBesidePlan | MeshwrightError:
+    """The trace beside the plan of a file, or else beside the plan that is recognised in it; the error says why there is none."""
+    if plan or model:
+        world = gpus or (0 if is_plan_file(plan) else explanation.run.world)
+        return TraceBesidePlan(
+            explanation, configure(model, cluster, plan=plan or None, gpus=world, set=list(overrides)), plan or model
+        )
+    try:
+        return TraceBesidePlan(explanation, config_of_trace(explanation.run, cluster), RECOGNISED)
+    except MeshwrightError as error:
+        return error
+
+
+def families(predicted: set[ShapeKey], measured: set[ShapeKey]) -> list[list[ShapeKey]]:
+    """Shapes that belong together. A shape that only one side has may be a part of another one, or contain it: gate and up as one product of
+    twice the size. It joins the shapes with which it shares two sizes and whose third size divides its own, or the other way round."""
+    group = {key: {key} for key in sorted(predicted | measured)}
+    for key in sorted(predicted ^ measured):
+        for other in sorted(predicted | measured):
+            if other != key and is_part(key, other):
+                group[key] |= group[other]
+                for member in group[key]:
+                    group[member] = group[key]
+    return [sorted(members) for members in {id(members): members for members in group.values()}.values()]
+
+
+def is_part(a: ShapeKey, b: ShapeKey) -> bool:
+    """Whether two shapes share two sizes and one third size is a small multiple of the other."""
+    only_a, only_b = Counter(a[1]) - Counter(b[1]), Counter(b[1]) - Counter(a[1])
+    if a[0] != b[0] or only_a.total() != 1 or only_b.total() != 1:
+        return False
+    small, large = sorted((*only_a, *only_b))
+    return small > 1 and large % small == 0 and large // small <= MOST_PARTS
+
+
+def forward(name: str) -> str:
+    """The operation of forward that a product belongs to."""
+    return name.removesuffix("-dgrad").removesuffix("-wgrad")
+
+
+def product_reason(products: list[TracedProduct], predicted: float, measured: float, flops: float, run: float) -> str:
+    """More products than predicted, a slow shape, or another rate."""
+    if not predicted or not measured:
+        return "only in the prediction" if predicted else "only in the trace"
+    worst = max(products, key=lambda p: p.seconds)
+    if abs(run - flops) > 0.05 * flops:
+        why = worst.reason if worst.excess_s else "at its usual rate"
+        return f"the program multiplies {run / flops:.2f} times the FLOPs of the prediction; {why}"
+    rates = f"{run / measured / 1e12:.3g} TFLOP/s, {flops / predicted / 1e12:.3g} predicted"
+    return f"{rates}: {worst.reason}" if measured > SLOWER * predicted else rates

@@ -1,0 +1,82 @@
+// Traced steps beside the prediction: a strip per rank, what to change first, and the waterfall from the predicted to the measured step.
+
+import { axis, band, bars, figure, format, h, label, legend, linear, panel, rect, stat, table } from "meshwright/draw.js";
+
+const COLOURS = {
+  "compute: products": { colour: "compute" }, "compute: attention": { colour: "ep" }, "compute: loss": { colour: "pp" }, "compute: optimizer": { colour: "optimizer" },
+  "compute: other": { colour: "recompute" }, "compute: copies": { colour: "context" }, waiting: { colour: "bad" }, bubble: { colour: "bubble", pattern: "hatch" },
+  communication: { colour: "dp" }, "communication: tp": { colour: "tp" }, "communication: pp": { colour: "warn" }, data: { colour: "cp", pattern: "cross" },
+  host: { colour: "host", pattern: "dots" }, "host: synchronising calls": { colour: "bad", pattern: "hatch" }, other: { colour: "slack" },
+};
+const look = (part) => COLOURS[part] ?? COLOURS[part.split(":")[0]] ?? COLOURS.other;
+
+export const view = {
+  name: "traced",
+  title: "Traced steps",
+  short: "Traced",
+  group: "runs",
+  sentence: "Where a step of each traced rank went, beside the prediction of its plan. Each moment belongs to one part, so the parts of a strip sum to its step.",
+  draw(element, data) {
+    element.append(h("div", { class: "stats" }, ...stats(data)));
+    const first = panel("What to change first", data.causes.length ? "Causes of lost time, with the seconds of a step that each costs." : "No cause of lost time above 1% of the step: compute fills it.");
+    if (data.causes.length) first.append(table([
+      { title: "cause", key: "cause" }, { title: "per step", key: "seconds", text: (s) => format.seconds(s), align: "right" },
+      { title: "evidence", key: "evidence" }, { title: "change", key: "fix" }], data.causes));
+    element.append(first);
+    const strip = panel(`One step of each rank (step ${data.step})`, data.predicted ? "The prediction is below, its parts one after the other. Where many short pieces meet, the longest is drawn." : data.no_prediction);
+    element.append(strip);
+    strips(strip, data);
+    if (!data.predicted) return;
+    const fall = panel("From the predicted to the measured step", `Rank ${data.predicted.rank}: red bars are slower than predicted, green ones faster.`);
+    element.append(fall);
+    waterfall(fall, data.predicted);
+    element.append(panel("The largest differences", data.predicted.plan, table([
+      { title: "part", key: "name" }, { title: "predicted", key: "predicted_s", text: (s) => format.seconds(s), align: "right" }, { title: "measured", key: "measured_s", text: (s) => format.seconds(s), align: "right" },
+      { title: "reason", key: "reason" }], data.predicted.largest)));
+  },
+};
+
+function stats(data) {
+  const p = data.predicted;
+  return [
+    stat("Measured step", format.seconds(data.step_time_s), { detail: "mean, slowest rank" }),
+    ...(p ? [stat("Predicted step", format.seconds(p.step_time_s), { detail: `${format.seconds(p.low_s)} to ${format.seconds(p.high_s)}`, tone: data.step_time_s > p.high_s ? "warn" : "" })] : []),
+    stat("Attributed", format.percent(data.attributed), { detail: "of the traced time" }),
+    ...(data.memory_gib === null && !p ? [] : [stat("Memory at the peak", data.memory_gib === null ? "not in the trace" : format.gib(data.memory_gib), { detail: p ? `${format.gib(p.memory_gib)} predicted` : "" })]),
+  ];
+}
+
+/** A lane per rank on one time axis, and the prediction as the last lane. */
+function strips(element, data) {
+  const lanes = [...data.ranks.map((r) => ({ name: `rank ${r.rank}`, pieces: r.pieces, parts: data.parts }))];
+  if (data.predicted) lanes.push({ name: "predicted", pieces: data.predicted.pieces, parts: data.predicted.parts });
+  const top = Math.max(...lanes.map((l) => { const last = l.pieces.at(-1); return last ? last[0] + last[1] : 0; })), unit = top >= 1 ? ["s", 1] : ["ms", 1e3];
+  const chart = figure(element, { height: 50 + 30 * lanes.length, left: 84, right: 16, bottom: 40, label: lanes.map((l) => `${l.name}: ${l.pieces.length} pieces`).join(", ") });
+  const x = linear([0, top], [0, chart.width]), y = band(lanes.map((l) => l.name), [0, chart.height], { gap: 0.22 });
+  axis(chart, x, "bottom", { label: `time within the step, ${unit[0]}`, format: (v) => format.number(v * unit[1]) });
+  axis(chart, y, "left");
+  for (const lane of lanes) for (const [start, length, index] of lane.pieces) {
+    const name = lane.parts[index], { colour, pattern } = look(name);
+    rect(chart, x(start), y(lane.name), Math.max(0.4, x(start + length) - x(start)), y.width, { fill: colour, pattern, round: 0, focus: false, formula: `${lane.name}, ${name}\n${format.seconds(length)} from ${format.seconds(start)}` });
+  }
+  const seen = [...new Set(lanes.flatMap((l) => l.pieces.map((p) => l.parts[p[2]])))];
+  element.append(legend(seen.map((name) => ({ label: name, ...look(name) }))));
+}
+
+function waterfall(element, predicted) {
+  let sum = predicted.step_time_s;
+  const rows = [{ label: "predicted", start: 0, value: sum, colour: "quiet", text: format.seconds(sum) }];
+  for (const part of predicted.rows) {
+    const change = part.measured_s - part.predicted_s;
+    rows.push({ label: part.name, start: Math.min(sum, sum + change), value: Math.abs(change), colour: change > 0 ? "bad" : "good", text: `${change > 0 ? "+" : "−"}${format.seconds(Math.abs(change))}`, formula: `${part.name}: ${format.seconds(part.predicted_s)} predicted, ${format.seconds(part.measured_s)} measured\n${part.reason}` });
+    sum += change;
+  }
+  rows.push({ label: "measured", start: 0, value: sum, colour: "compute", text: format.seconds(sum) });
+  const top = Math.max(...rows.map((r) => r.start + r.value)), unit = top >= 1 ? ["s", 1] : ["ms", 1e3];
+  const chart = figure(element, { height: 50 + 26 * rows.length, left: 190, right: 80, bottom: 40, label: rows.map((r) => `${r.label} ${r.text}`).join(", ") });
+  const x = linear([0, top], [0, chart.width]), y = band(rows.map((r) => r.label), [0, chart.height], { gap: 0.3 });
+  axis(chart, x, "bottom", { label: `time within the step, ${unit[0]}`, format: (v) => format.number(v * unit[1]) });
+  axis(chart, y, "left");
+  bars(chart, rows.map((r) => ({ ...r, text: null })), { x, y });
+  for (const r of rows) label(chart, r.text, x(r.start + r.value) + 6, y(r.label) + y.width / 2, { middle: true, size: 11, halo: true });
+}
