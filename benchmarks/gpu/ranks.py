@@ -71,8 +71,8 @@ TINY_EXPERTS = {"expert_ffn": 64}
 TINY_SEQ = 16  # of the sequence
 
 
-def config_of(name: str, tiny: bool) -> Any:
-    """The complete configuration of a layout."""
+def config_of(name: str, tiny: bool, eager: bool = False) -> Any:
+    """The complete configuration of a layout; `eager`: without compilation."""
     from meshwright.describe.config import Config
     from meshwright.training.run import completed
 
@@ -86,21 +86,22 @@ def config_of(name: str, tiny: bool) -> Any:
     dp = plan.get("shard", 1) * plan.get("replicate", 1)
     workload = {"batch": dp * plan["microbatch"] * rounds, "seq": seq, "precision": "bf16" if tiny else precision}
     cluster = CLUSTER
-    return completed(Config.from_parts(shape, cluster, "meshwright", workload, plan), STEPS)
+    config = Config.from_parts(shape, cluster, "torch-eager" if eager else "meshwright", workload, plan)
+    return completed(config.but(run=config.run.but(compile="off")) if eager else config, STEPS)
 
 
-def predicted(name: str, tiny: bool) -> dict[str, Any]:
+def predicted(name: str, tiny: bool, eager: bool = False) -> dict[str, Any]:
     """What is predicted of the rank of a layout."""
     from meshwright.predict.one_rank import measured_config, predicted_ranks
 
-    config = config_of(name, tiny)
+    config = config_of(name, tiny, eager)
     rank = LAYOUTS[name][5]
     from meshwright.describe.layout import Layout
 
     stage = Layout(config.plan, config.plan.order or config.stack.order).coordinates(rank)["pp"]
     found = predicted_ranks(measured_config(config))[stage]
     return {
-        "layout": name, "world": config.plan.world, "rank": rank, "plan": config.plan.title(), "step_s": found.step_s,
+        "layout": name, "eager": eager, "world": config.plan.world, "rank": rank, "plan": config.plan.title(), "step_s": found.step_s,
         "allocated_gib": found.allocated_gib, "reserved_gib": found.reserved_gib,
     }  # fmt: skip
 
@@ -120,8 +121,14 @@ def measure_one(name: str, device: str, tiny: bool, lock: Path) -> None:
             fcntl.flock(handle, fcntl.LOCK_UN)
             fcntl.flock(handle, fcntl.LOCK_EX)
 
-        found = measure_rank(config_of(name, tiny), LAYOUTS[name][5], STEPS, device, alone)
-    print(json.dumps({"layout": name, **asdict(found), "step_s": found.step_s}), flush=True)
+        eager = False
+        try:
+            found = measure_rank(config_of(name, tiny), LAYOUTS[name][5], STEPS, device, alone)
+        except Exception as error:  # a fault of the compiled layer is no reason to have no measurement
+            print(f"{name}: {error!r}\n{error.__cause__!r}"[:1500], file=sys.stderr, flush=True)
+            eager = True
+            found = measure_rank(config_of(name, tiny, True), LAYOUTS[name][5], STEPS, device, alone)
+    print(json.dumps({"layout": name, "eager": eager, **asdict(found), "step_s": found.step_s}), flush=True)
 
 
 def batches(names: list[str], predictions: dict[str, Any], at_once: int) -> list[list[str]]:
@@ -146,6 +153,7 @@ def measure(names: list[str], device: str, tiny: bool, out: Path, budget_s: floa
     predictions = {name: predicted(name, tiny) for name in names}
     with out.open("a") as stream:
         stream.writelines(json.dumps({"predicted": p}) + "\n" for p in predictions.values())
+        stream.writelines(json.dumps({"predicted": predicted(n, tiny, True)}) + "\n" for n in names)
     names = sorted(names, key=lambda n: predictions[n]["reserved_gib"])
     for group in batches(names, predictions, at_once):
         left = budget_s - (time.monotonic() - began)
@@ -179,7 +187,10 @@ def measure(names: list[str], device: str, tiny: bool, out: Path, budget_s: floa
                 continue
             with out.open("a") as stream:
                 stream.write(json.dumps({"measured": json.loads(lines[-1])}) + "\n")
-            show(predictions[name], json.loads(lines[-1]))
+            result = json.loads(lines[-1])
+            show(predicted(name, tiny, True) if result["eager"] else predictions[name], result)
+            if result["eager"]:
+                print(f"   eager, because: {stderr[-700:]}", flush=True)
         print(f"   {time.monotonic() - began:.0f} s", flush=True)
 
 
@@ -200,8 +211,9 @@ def compare(file: Path, tiny: bool, again: bool) -> None:
     """Print all layouts of a file: with the predictions in it, or with those of today."""
     rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
     measured = {row["measured"]["layout"]: row["measured"] for row in rows if "measured" in row}
-    before = {row["predicted"]["layout"]: row["predicted"] for row in rows if "predicted" in row}
-    errors = [show(predicted(n, tiny) if again else before[n], m) for n, m in measured.items()]
+    before = {(p["layout"], p.get("eager", False)): p for p in (row["predicted"] for row in rows if "predicted" in row)}
+    pairs = ((n, m.get("eager", False), m) for n, m in measured.items())
+    errors = [show(predicted(n, tiny, eager) if again else before[n, eager], m) for n, eager, m in pairs]
     for what, values in zip(("compute", "memory"), zip(*errors, strict=True), strict=True):
         sizes = [abs(v) for v in values]
         print(f"{what}: median error {statistics.median(sizes):.1%}, largest {max(sizes):.1%}, {len(sizes)} layouts")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 TRACEBACK = "MESHWRIGHT_TRACEBACK"  # set to 1: an internal error prints its traceback
 USAGE, INTERNAL_ERROR, INTERRUPTED = 2, 70, 130
-NEED_TORCH = ("verify", "train", "bench")
+NEED_TORCH = ("verify", "train", "measure", "bench")
 # One character for one, so that columns stay aligned where a terminal's encoding lacks the original.
 REPLACEMENTS = {"x": "×✕✗", "+": "✓┼", ".": "·…•", ">": "→≥", "<": "←≤", "!": "≠", "~": "≈", "-": "−–—─━", "|": "│┃▏▎", "u": "µμ",
                 "a": "α", "#": "█▉▊▋▌▇▐▓", "=": "▆▅▍▒", "_": "▄▃▂▁", ":": "░", "^": "↑", "v": "↓"}  # fmt: skip
@@ -60,6 +60,8 @@ COMMANDS = {
     "verify": "Prove on local processes that a plan trains the same model as one device.",
     "train": "Train a plan on local processes and compare the run with its prediction.",
     "check": "Compare anybody's training code with one device: record a few steps of both, name the first difference.",
+    "measure": "Run one rank of a large plan on one device: its compute and memory beside the prediction.",
+    "tune": "Choose the plan by a few runs: propose the next one to measure, run it, learn, stop.",
     "explain": "Read profiler traces of anybody's training: where its steps went, beside the prediction.",
     "launch": "Write the file that starts a plan under Slurm, Kubernetes, SkyPilot, torchrun or Ray.",
     "data": "Make token files from text, JSON lines, Parquet or a dataset folder; show what is in them.",

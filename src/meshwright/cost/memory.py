@@ -10,6 +10,8 @@
     context      driver, libraries, communicators
     slack        memory that the allocator reserves and cannot use
 
+`fully_shard` has no second copy of what it shards: the fp32 shards of ZeRO-3 are the masters, and the parameters in 16 bits are gathered.
+
 With everything in 16/32-bit mixed precision the states are 16 bytes per parameter (2+2+12) or 18 with fp32 gradients. A 7B model at P = 8:
 DDP 112 GB, ZeRO-1 38.5, ZeRO-2 26.25, ZeRO-3 14 (docs/figures.md lists published figures that do not add up).
 """
@@ -33,22 +35,24 @@ def state_memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
     out: dict[str, Array] = {"parameters": np.zeros(b.n), "gradients": np.zeros(b.n), "optimizer": np.zeros(b.n)}
     on_device = np.where(b.offload_states, 0.0, 1.0)
     master = np.where(b.master & (b.param_bytes < 4), 4.0, 0.0)
+    shards: Array = b.param_bytes * np.ones(b.n)  # bytes of an element of a ZeRO-3 shard besides its master
     if (
         b.units
-    ):  # ZeRO-1 and 2 update shards and gather them into other memory; where they have a master, it is the shard
+    ):  # ZeRO-1 and 2 update shards and gather them into other memory; where units have a master, it is the shard
+        shards = np.where(master > 0, 0.0, b.param_bytes)
         master = np.where((b.zero >= 1) & (b.zero < 3), np.maximum(master, b.param_bytes), master)
     # If the matrix product does not accumulate into the gradient buffer, its 16-bit result needs a second buffer.
     unfused = (
         0.0
         if "accumulate" in b.stack.fused
-        else np.where((b.grad_bytes > b.param_bytes) & (b.zero < 3), b.param_bytes, 0.0)
+        else np.where((b.grad_bytes > b.param_bytes) & (b.zero < (1 if b.units else 3)), b.param_bytes, 0.0)
     )
     # Compression keeps the unsent part of the gradient (error feedback), unsharded even under ZeRO; casts to 16 bits do not.
     error_feedback = COMPRESSIONS.column("keeps_error")[b.compression] * b.grad_bytes
     for group, count in rank.elements.items():
         shard = b.size(DATA_AXES[group].shard)
         share = rank.padded[group] / shard  # elements on the fullest rank
-        out["parameters"] += b.param_bytes * np.where(b.zero >= 3, share, count)
+        out["parameters"] += np.where(b.zero >= 3, shards * share, b.param_bytes * count)
         out["gradients"] += b.grad_bytes * np.where((b.zero >= 2) & b.reduce_each, share, count)
         # If unsharded gradients are reduced after each micro-batch, the sums of earlier ones need a second buffer.
         twice = np.where(b.reduce_each & (b.zero == 0) & (b.microbatches > 1), b.grad_bytes, 0.0)
@@ -131,11 +135,22 @@ def reduction_moments(program: StepProgram, rank: RankProgram) -> list[Moment]:
     unit = _largest(program, rank, {block: groups["dense"].held for block, groups in program.loads.items()}) * b.wrap
     freed = rank.kept / np.maximum(sum(rank.counts[kind] for kind in b.model.kinds), 1.0)
     layer, flow = layer_moment(program), 2 * b.tokens * b.model.hidden * program.element
+    if not b.stack.gradient_views:
+        return [layer._replace(working=layer.working + unit_gradients(program, rank))]
     moments = [
         Moment(-freed, flow + unit * (b.param_bytes + b.comm_bytes)),
         Moment(layer.saved - freed, layer.working + unit * b.comm_bytes),
     ]
     return [Moment(np.where(on, m.saved, 0.0), np.where(on, m.working, 0.0)) for m in moments]
+
+
+def unit_gradients(program: StepProgram, rank: RankProgram) -> Array:
+    """Bytes of the unsharded gradient of the largest ZeRO-3 unit, which is copied for its reduce-scatter while the next unit computes."""
+    b = program.batch
+    if not present(b.zero == 3):
+        return np.zeros(b.n)
+    size = _largest(program, rank, program.unit_elements) * np.maximum(b.param_bytes, b.comm_bytes)
+    return np.where(b.zero == 3, size, 0.0)
 
 
 def _largest(program: StepProgram, rank: RankProgram, sizes: dict[str, Array]) -> Array:
@@ -151,7 +166,7 @@ def temporary_memory(program: StepProgram, rank: RankProgram) -> tuple[Array, Ar
         layer = np.where(b.reruns_layers, program.transient, 0.0)
         return loss_moment(program, rank).saved + layer, np.zeros(b.n)
     moments = [layer_moment(program), loss_moment(program, rank)]
-    moments += reduction_moments(program, rank) if b.stack.gradient_views and present(b.zero >= 2) else []
+    moments += reduction_moments(program, rank) if present(b.zero >= 2) else []
     peak = fullest(moments)
     return peak.saved, peak.working
 
@@ -179,7 +194,7 @@ def lazy_moment(program: StepProgram, rank: RankProgram, gradients: Array) -> Mo
     return fullest(
         [
             Moment(saved + loss.saved, loss.working, np.zeros(b.n)),
-            Moment(saved + layer.saved, layer.working, head),
+            Moment(saved + layer.saved, layer.working + unit_gradients(program, rank), head),
             Moment(one + layer.saved, layer.working, after_first),
             Moment(np.zeros(b.n), np.zeros(b.n), gradients),
         ]
@@ -232,22 +247,20 @@ def _add_compression(program: StepProgram, rank: RankProgram, out: dict[str, Arr
 
 
 def gathered_memory(program: StepProgram, rank: RankProgram) -> Array:
-    """ZeRO-3: the gathered weights of the running layer and the prefetched one (of all layers if forward does not free them), and the
-    unsharded gradient of one layer before its reduce-scatter."""
+    """ZeRO-3: the gathered weights of the running layer and the prefetched one (of all layers if forward does not free them). The unsharded
+    gradient of a unit is in `reduction_moments`."""
     b = program.batch
     if not present(b.zero == 3):
         return np.zeros(b.n)
 
     largest, copies = _largest(program, rank, program.gathered), np.where(b.prefetch, 2.0, 1.0)
-    grads = _largest(program, rank, program.unit_elements) * np.maximum(b.param_bytes, b.comm_bytes)
-    grads = 0.0 if b.stack.gradient_views else grads  # `reduction_moments` have them
     units = copies * largest
     if (
         b.stack.gradient_views and b.model.tied
     ):  # the ends of the model are one unit, which stays gathered in the whole backward
         both = rank.counts["embedding"] * rank.counts["head"] * program.gathered["embedding"]
         units = units + np.where(both < largest, both, 0.0)
-    return np.where(b.zero == 3, np.where(b.reshard, np.minimum(units, rank.gathered), rank.gathered) + grads, 0.0)
+    return np.where(b.zero == 3, np.where(b.reshard, np.minimum(units, rank.gathered), rank.gathered), 0.0)
 
 
 def memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
@@ -264,7 +277,10 @@ def memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
         live = out["activations"] + out["gathered"] + out["working"]
         out["working"] = out["working"] + np.maximum(rank.matrix_buffers - live, 0.0)
     if b.stack.lazy_gradients and b.model.kind != "counts":
-        lazy, lazy_peak = (b.microbatches == 1) & (b.size("dp_cp") == 1), lazy_moment(program, rank, out["gradients"])
+        once = (b.size("dp_cp") == 1) | (
+            b.units & (b.zero >= 2)
+        )  # the shards of a unit's gradients come when it is reduced
+        lazy, lazy_peak = (b.microbatches == 1) & once, lazy_moment(program, rank, out["gradients"])
         for part, size in (("activations", lazy_peak.saved), ("gradients", lazy_peak.gradients)):
             out[part] = np.where(lazy, size, out[part])
         out["working"] = np.where(lazy, out["working"] - working + lazy_peak.working, out["working"])

@@ -175,11 +175,15 @@ def saved(b: Batch, block: ParameterBlock, element: float, recompute: bool = Tru
             add(s.part, size * np.where(kept_core, 1.0, 0.0) if s.name in CORE else size)
     for linear in block.linears:
         if linear.saves_input:
+            kept = kept_bytes(b, linear, element)
+            if b.stack.reuses_saved and linear.style in ("column", "keys"):
+                # A compiled layer gathers the output of a norm again, which it computes again from the input of the norm.
+                kept = np.where(b.sp & (b.tp > 1), 0.0, kept)
             # Ranks that split an expert have all of its tokens, and a part of its width.
             travelling = b.model.router.travelling
             splits_of = {"experts": b.tp / b.etp / travelling, "experts-row": b.tp / travelling, "row": row_split}
             split = splits_of.get(linear.style, b.seq_split)
-            add(linear.part, b.tokens * linear.uses * linear.d_in * kept_bytes(b, linear, element) / split)
+            add(linear.part, b.tokens * linear.uses * linear.d_in * kept / split)
     if drops := attention_dropout.computed_masks(b, block.kind):
         add("norm", b.tokens / b.seq_split * attention_dropout.TOKEN_BYTES * drops)
     if b.stack.saved != 1 and block.kind in b.model.kinds:

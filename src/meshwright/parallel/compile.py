@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
@@ -152,8 +152,28 @@ def compile_experts(moe: Any) -> None:
 
 
 def compiled(function: Callable[..., Tensor], one_graph: bool = True) -> Callable[..., Tensor]:
-    """The compiled form of a function of tensors, or of a method of a module. Hooks on the module stay outside of the graph."""
-    return torch.compile(function, fullgraph=one_graph, dynamic=False, backend=BACKEND)
+    """The compiled form of a function of tensors, or of a method of a module. Hooks on the module stay outside of the graph.
+
+    The compiler refuses a parameter whose gradient has another dtype, as the fp32 sums of 16-bit parameters have: the graph sees none."""
+    graph: Callable[..., Tensor] = torch.compile(function, fullgraph=one_graph, dynamic=False, backend=BACKEND)
+    module = getattr(function, "__self__", None)
+    if not isinstance(module, nn.Module):
+        return graph
+    parameters: list[nn.Parameter] = []
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        if not parameters:
+            parameters.extend(module.parameters())
+        wide = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.dtype != p.dtype]
+        for p, _ in wide:
+            p.grad = None
+        try:
+            return graph(*args, **kwargs)
+        finally:
+            for p, gradient in wide:
+                p.grad = gradient
+
+    return call
 
 
 def graph_counts() -> tuple[int, int]:

@@ -109,15 +109,25 @@ class _Call:
         self.random = RandomState.of(self.device)
         self.autocast = torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)
         self.context = current()  # dropout reads the samples of the step from it
+        self.own: set[int] = set()
         self.handles: list[weakref.ref[_Handle]] = []
         self.values: weakref.WeakKeyDictionary[_Handle, Tensor] = weakref.WeakKeyDictionary()
 
-    def pack(self, tensor: Tensor) -> _Handle:
+    def weights(self) -> set[int]:
+        """The storages of the module's parameters, of which nothing is recomputed. Two compiled graphs of one function, that of the forward and
+        that of its rerun, may save them at other places among the activations."""
+        return {p.untyped_storage().data_ptr() for p in self.module.parameters()} if self.module is not None else set()
+
+    def pack(self, tensor: Tensor) -> _Handle | Tensor:
+        if tensor.untyped_storage().data_ptr() in self.own:
+            return tensor
         handle = _Handle(tensor)
         self.handles.append(weakref.ref(handle))
         return handle
 
-    def unpack(self, handle: _Handle) -> Tensor:
+    def unpack(self, handle: _Handle | Tensor) -> Tensor:
+        if isinstance(handle, Tensor):
+            return handle
         if handle not in self.values:
             self.rerun()
         if handle not in self.values:
@@ -125,6 +135,7 @@ class _Call:
         return self.values[handle]
 
     def forward(self, args: tuple) -> Any:
+        self.own = self.weights()
         with saved_tensors_hooks(self.pack, self.unpack), within(keeps_gathered=True):
             return self.function(*args)
 
@@ -137,7 +148,11 @@ class _Call:
         handles = enumerate([h() for h in self.handles])
         last = max(i for i, h in enumerate(self.handles) if h() is not None)
 
+        own = self.weights()
+
         def collect(tensor: Tensor) -> None:
+            if tensor.untyped_storage().data_ptr() in own:
+                return
             number, handle = next(handles)
             if handle is not None and handle.kind != (tensor.shape, tensor.dtype):
                 raise recomputation_differs(

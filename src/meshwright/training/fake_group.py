@@ -1,7 +1,7 @@
 """A process group of one process, which is one rank of a world of any size: torch's backend "fake".
 
-Its collectives return at once. Tensors that would be received are filled, so that a step that runs on real tensors computes with numbers of the
-usual size and not with NaN, which a GPU multiplies faster:
+Its collectives return at once. Tensors that would be received are filled (`filled_receives`), so that a step on real tensors computes with
+numbers of the usual size and not with NaN, which a GPU multiplies faster:
 
     all-gather      every rank's part is this rank's
     reduce-scatter  this rank's part of its own input
@@ -55,28 +55,41 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 @contextmanager
 def filled_receives() -> Iterator[None]:
     """Inside the `with` block, collectives of a fake group fill what they would receive."""
-    scatters = [(distributed, "reduce_scatter_tensor"), (operators, "scatter_into")]
-    if hasattr(distributed, "reduce_scatter_single"):
-        scatters.append((distributed, "reduce_scatter_single"))
-    changes = [(owner, name, filling(getattr(owner, name), own_part)) for owner, name in scatters]
-    changes.append((distributed, "all_to_all_single", filling(distributed.all_to_all_single, own_part)))
-    changes.append((distributed, "recv", filling(distributed.recv, random_values)))
-    receive = filling(distributed.irecv, random_values)
+    gathers, scatters = (
+        ("all_gather_into_tensor", "all_gather_single"),
+        ("reduce_scatter_tensor", "reduce_scatter_single"),
+    )
+    changes = [(distributed, name, in_place_of(all_parts)) for name in gathers if hasattr(distributed, name)]
+    changes += [(distributed, name, in_place_of(own_part)) for name in scatters if hasattr(distributed, name)]
+    changes += [(operators, "gather_into", in_place_of(all_parts)), (operators, "scatter_into", in_place_of(own_part))]
+    changes += [
+        (distributed, "all_to_all_single", in_place_of(own_part)),
+        (distributed, "recv", in_place_of(random_values)),
+    ]
+    receive = in_place_of(random_values, always_work=True)
     changes += [(module, "irecv", receive) for module in (distributed, distributed_c10d)]  # torch compares the two
     with replaced(*changes):
         yield
 
 
-def filling(collective: Callable[..., Any], fill: Callable[..., None]) -> Callable[..., Any]:
-    """The collective, which then fills its output: the first tensor of its arguments; the second is its input."""
+def in_place_of(fill: Callable[..., None], always_work: bool = False) -> Callable[..., Any]:
+    """A collective that fills its output, the first tensor of its arguments, in one kernel; the second is its input. torch's backend would copy
+    the part of each rank in a kernel of its own, which takes the host milliseconds in a large group."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        work = collective(*args, **kwargs)
+    def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         with torch.no_grad():
             fill(*[x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)])
-        return work
+        # A finished work of the fake group.
+        return distributed.all_reduce(torch.empty(0), async_op=True) if async_op or always_work else None
 
     return call
+
+
+def all_parts(out: Tensor, source: Tensor) -> None:
+    """Copy what was sent to the place of every rank."""
+    sent = source.reshape(-1)
+    if len(sent):
+        out.view(-1, len(sent)).copy_(sent.expand(out.numel() // len(sent), -1))
 
 
 def own_part(out: Tensor, source: Tensor) -> None:

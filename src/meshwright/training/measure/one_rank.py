@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from meshwright.describe.config import Config
 from meshwright.describe.layout import Layout
 from meshwright.describe.result import GIB
-from meshwright.describe.run_folder import PROFILE
 from meshwright.errors import MeshwrightError
 from meshwright.models.router import Router, Routing
 from meshwright.parallel.apply import apply
@@ -45,7 +45,8 @@ from meshwright.training.hooks import Hook, StepRecord
 from meshwright.training.loop import Trainer
 from meshwright.training.measure import timeline
 from meshwright.training.measure.observe import Observer
-from meshwright.training.measure.profile import Profiler, trace_step
+from meshwright.training.measure.profile import trace_step, write
+from meshwright.training.run import completed
 
 WARMUP = 3
 BALANCED = "experts receive equal numbers of tokens"
@@ -55,6 +56,24 @@ def ranks_of_stages(config: Config) -> list[int]:
     """The rank of each pipeline stage in the first data-parallel replica."""
     layout = Layout(config.plan, config.plan.order or config.stack.order)
     return sorted(int(rank) for rank in layout.groups("pp")[0]) if config.plan.pp > 1 else [0]
+
+
+def measure_plan(
+    config: Config, stage: int | None, rank: int | None, steps: int, device: str
+) -> tuple[Config, list[RankMeasurement]]:
+    """The complete configuration, and the measurement of one rank, of one stage, or of one rank of every stage."""
+    if rank is not None and rank >= config.plan.world:
+        raise MeshwrightError(
+            "MW-MEASURE-001",
+            f"--rank {rank}: the plan has {config.plan.world} ranks",
+            why=config.plan.title(),
+            fix=f"--rank {config.plan.world - 1}",
+        )
+    config = completed(config.check_trainable(), WARMUP + steps)
+    ranks = ranks_of_stages(config) if rank is None else [rank]
+    if stage is not None and rank is None:
+        ranks = [ranks[stage]]
+    return config, [measure_rank(config, number, steps, device) for number in ranks]
 
 
 def measure_rank(
@@ -211,11 +230,11 @@ class Marks(Hook):
 def kernel_groups(trainer: Trainer) -> dict[str, float]:
     """Seconds of one profiled step by group of kernels."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer.hooks.append(Profiler(Path(folder), 1, trainer.step + 1))
-        trainer.train(1)
-        trainer.hooks.clear()
-        file = Path(folder) / PROFILE / f"rank-{trainer.parallel.mesh.rank}.json"
-        return timeline.of_trace(json.loads(file.read_text("utf-8"))) if file.is_file() else {}
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            trainer.train(1)
+            torch.cuda.synchronize()
+        step = trainer.step - 1
+        return timeline.of_trace(json.loads(write(profiled, Path(folder), 0, (step, step)).read_text("utf-8")))
 
 
 def blocks(trainer: Trainer) -> dict[str, float]:
