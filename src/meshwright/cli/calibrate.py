@@ -1,5 +1,6 @@
 """`meshwright calibrate`: a cluster file from the results of `bench`, or a stack file from measured runs."""
 
+from pathlib import Path
 from typing import Any
 
 from meshwright.cli.options import described
@@ -20,6 +21,9 @@ def command(
     tokens_per_s: list[str] = [],
     memory: list[str] = [],
     stack: str = "",
+    from_trace: list[str] = [],
+    plan: str = "",
+    cluster: str = "",
     as_json: bool = False,
 ) -> None:
     """Fit constants to measurements: of links and collectives, of all stacks, or of the stack of a run.
@@ -28,22 +32,35 @@ def command(
     factor with likely causes. With outputs of nccl-tests (all_reduce_perf, all_gather_perf, reduce_scatter_perf, alltoall_perf, sendrecv_perf):
     factors of these collectives on the links of the catalog's cluster, inside a node and between nodes. Use the file as --cluster FILE.
     With --from-run: the numbers of a stack, the catalog's values and what was measured, combined by Bayes' rule. Use the file as --stack FILE.
+    With --from-trace: the numbers of a stack and the factors of collectives, from a profiler trace of a plan. Use the file as
+    --cluster FILE --stack FILE.
     With --runs: the numbers of all stacks of the catalog, from published runs."""
 
     writable(out)
-    sources = [bool(files), bool(runs), bool(from_run)]
+    sources = [bool(files), bool(runs), bool(from_run), bool(from_trace)]
     if sum(sources) > 1:
-        what = "FILE, --runs and --from-run cannot be combined"
+        what = "FILE, --runs, --from-run and --from-trace cannot be combined"
         raise MeshwrightError("MW-CLI-003", what, fix="run calibrate once for each")
-    of_a_run = {"--tokens-per-s": tokens_per_s, "--memory": memory, "--stack": stack}
-    alone = [option for option, value in of_a_run.items() if value]
-    if alone and not from_run:
-        fix = "--from-run PLAN.toml --tokens-per-s 41000"
-        raise MeshwrightError("MW-CLI-003", f"{alone[0]} needs --from-run", fix=fix)
+    of_sources: dict[str, dict[str, Any]] = {
+        "--from-run": {"--tokens-per-s": tokens_per_s, "--memory": memory},
+        "--from-trace": {"--plan": plan, "--cluster": cluster},
+        "--from-run or --from-trace": {"--stack": stack},
+    }
+    for source, options in of_sources.items():
+        given = [option for option, value in options.items() if value]
+        if given and not any(from_run if name == "--from-run" else from_trace for name in source.split(" or ")):
+            fix = (
+                "--from-run PLAN.toml --tokens-per-s 41000"
+                if "run" in source
+                else "--from-trace FOLDER --plan PLAN.toml"
+            )
+            raise MeshwrightError("MW-CLI-003", f"{given[0]} needs {source}", fix=fix)
     if runs:
         toml, data, pages, what = fitted_stacks(runs)
     elif from_run:
         toml, data, pages, what = adjusted_stack(from_run, tokens_per_s, memory, stack, name)
+    elif from_trace:
+        toml, data, pages, what = traced_stack(from_trace, plan, cluster, stack, name)
     else:
         toml, data, pages, what = fitted_cluster(files, expect, name)
     if out:
@@ -54,7 +71,8 @@ def command(
         return
     show(*pages)
     if out:
-        print(f"{what} written to {out}" + ("" if what == "numbers" else f": use --{what} {out}"))
+        use = {"numbers": "", "cluster and stack": f": use --cluster {out} --stack {out}"}
+        print(f"{what} written to {out}" + use.get(what, f": use --{what} {out}"))
 
 
 Fitted = tuple[str, Any, list[Any], str]  # content of the file, what --json prints, the pages, and what was fitted
@@ -99,3 +117,21 @@ def adjusted_stack(from_run: list[str], tokens_per_s: list[str], memory: list[st
 
     result = adjusted(measured_runs(from_run, tokens_per_s, memory, stack), name)
     return result.to_toml(), result.as_dict(), [adjusted_page(result)], "stack"
+
+
+def traced_stack(from_trace: list[str], plan: str, cluster: str, stack: str, name: str) -> Fitted:
+    """Adjust a stack and links to the profiler traces of one run."""
+    from meshwright.describe.config import configure
+    from meshwright.describe.run_folder import is_run, present_plan
+    from meshwright.explain.calibration import calibrate_from_trace
+    from meshwright.explain.explanation import explain_traces
+    from meshwright.explain.folder import read_traces
+    from meshwright.view.calibrate import traced_page
+
+    paths = [Path(path) for path in from_trace]
+    if not plan and not is_run(paths[0]):
+        what = "a trace does not say the settings of its run"
+        raise MeshwrightError("MW-CALIB-008", what, fix=f"--from-trace {from_trace[0]} --plan PLAN.toml")
+    config = configure(Path(plan) if plan else present_plan(paths[0]), cluster, stack=stack).check()
+    result = calibrate_from_trace(explain_traces(read_traces(paths)), config, name)
+    return result.to_toml(), result.as_dict(), [traced_page(config.stack, result)], "cluster and stack"

@@ -7,6 +7,8 @@ from meshwright.calibrate.calibration import GROUPS, Calibration
 from meshwright.calibrate.runs.from_run import ENOUGH, FAR, Adjusted
 from meshwright.calibrate.verdict import NORMAL, NetworkVerdict
 from meshwright.describe.result import GIB
+from meshwright.describe.stack import Stack
+from meshwright.explain.calibration import TraceCalibration
 from meshwright.units import format_bytes, format_rate, format_seconds
 from meshwright.view.tables import filled, heading
 
@@ -99,7 +101,12 @@ FIELDS = {
 
 
 def adjusted_page(result: Adjusted) -> RenderableType:
-    parts = [heading(result.after.name, result.after.source), runs_table(result), Text(), numbers(result)]
+    parts = [
+        heading(result.after.name, result.after.source),
+        runs_table(result),
+        Text(),
+        numbers(result.before, result.after),
+    ]
     return Group(*parts, *(Text(note) for note in adjusted_notes(result)))
 
 
@@ -134,10 +141,32 @@ def runs_table(result: Adjusted) -> RenderableType:
     return filled(("run", ">measured", ">predicted before", ">predicted after"), rows)
 
 
-def numbers(result: Adjusted) -> RenderableType:
+def traced_page(before: Stack, result: TraceCalibration) -> RenderableType:
+    """A calibration by a trace: the parts of its step as measured and predicted, the numbers and the collectives."""
+    step, *predicted = result.step_s
+    rows: list[tuple[str, ...]] = [
+        (part, format_seconds(seconds), format_seconds(result.before[part]), format_seconds(result.after[part]))
+        for part, seconds in result.measured.items()
+    ]
+    rows.append(("step", format_seconds(step), *map(format_seconds, predicted)))
+    links = [
+        (f.operation, GROUPS[f.across], f"{f.factors.latency:.2f}×", f"{f.factors.bytes:.2f}×", f.points)
+        for f in result.links
+    ]
+    parts = [
+        heading(result.stack.name, result.stack.source),
+        filled(("part", ">measured", ">predicted before", ">after"), rows),
+        numbers(before, result.stack),
+    ]
+    if links:
+        parts.append(filled(("collective", "", ">latency", ">bytes", ">sizes"), links))
+    return Group(*parts, *(Text(note, "yellow") for note in result.notes))
+
+
+def numbers(before: Stack, after: Stack) -> RenderableType:
     rows = []
     for name, text in FIELDS.items():
-        old, new = (getattr(stack, name) for stack in (result.before, result.after))
+        old, new = (getattr(stack, name) for stack in (before, after))
         shown = [format_seconds(x) if name == "launch" else f"{x:.3g}" for x in (old, new)]
         rows.append((name, *shown, text))
     return filled(("number", ">before", ">after", "~meaning"), rows)
