@@ -110,7 +110,7 @@ def shard(options, model, blocks):
 def parsed():
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--parallel", default="none", choices=("none", "ddp", "fsdp2"))
+    parser.add_argument("--parallel", default="none", choices=("none", "ddp", "fsdp2", "deepspeed", "trainer"))
     parser.add_argument("--fault", default="none", choices=FAULTS)
     parser.add_argument("--model", default="linear", choices=("linear", "llama"))
     parser.add_argument("--name", default="")
@@ -122,6 +122,68 @@ def parsed():
     return parser.parse_args()
 
 
+def plain_loop(options, model, optimizer, samples, device, profiler):
+    batches = iter(DataLoader(samples, batch_size=options.batch))
+    for _ in range(3 + options.steps):
+        x = next(batches).to(device, non_blocking=True)
+        optimizer.zero_grad()
+        loss = model(input_ids=x, labels=x).loss if options.model == "llama" else model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        profiler.step()
+
+
+def deepspeed_loop(options, model, optimizer, samples, device, profiler):
+    """ZeRO-2 of DeepSpeed; on CPUs without its compiled collectives."""
+    os.environ["DS_ACCELERATOR"] = device
+    import sys
+
+    import deepspeed
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    config = {
+        "train_micro_batch_size_per_gpu": options.batch,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    batches = iter(DataLoader(samples, batch_size=options.batch))
+    for _ in range(3 + options.steps):
+        engine.backward(engine(next(batches).to(device)).square().mean())
+        engine.step()
+        profiler.step()
+
+
+def trainer_loop(options, model, optimizer, samples, device, profiler):
+    """Transformers' Trainer, whose callback marks the steps for the profiler."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Marks(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            profiler.step()
+
+    class Summed(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **_):
+            x = inputs["x"]
+            return model(input_ids=x, labels=x).loss if options.model == "llama" else model(x).square().mean()
+
+    arguments = TrainingArguments(
+        output_dir=str(options.out / "trainer"), max_steps=3 + options.steps, per_device_train_batch_size=options.batch, report_to=[],
+        save_strategy="no", use_cpu=device == "cpu", remove_unused_columns=False, disable_tqdm=True, ddp_bucket_cap_mb=options.bucket,
+    )  # fmt: skip
+    trainer = Summed(
+        model,
+        arguments,
+        train_dataset=samples,
+        data_collator=lambda rows: {"x": torch.stack(rows)},
+        callbacks=[Marks()],
+    )
+    trainer.train()
+
+
+LOOPS = {"deepspeed": deepspeed_loop, "trainer": trainer_loop}
+
+
 def main():
     options = parsed()
     gpu = torch.cuda.is_available()
@@ -130,28 +192,22 @@ def main():
     torch.manual_seed(rank)
     if not gpu:
         torch.set_num_threads(1)
-    if options.parallel != "none":
+    if options.parallel not in ("none", "trainer"):
         distributed.init_process_group("nccl" if gpu else "gloo")
     model, blocks = build(options, device)
     plant(options, rank, blocks)
     model = shard(options, model, blocks)
     optimizer = torch.optim.AdamW(model.parameters(), fused=gpu)
-    batches = iter(DataLoader(Samples(options, options.model == "llama"), batch_size=options.batch))
+    samples = Samples(options, options.model == "llama")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
     plan = schedule(wait=2, warmup=1, active=options.steps, repeat=1)
     with profile(activities=activities, record_shapes=True, with_stack=options.stacks, schedule=plan) as profiler:
-        for _ in range(3 + options.steps):
-            x = next(batches).to(device, non_blocking=True)
-            optimizer.zero_grad()
-            loss = model(input_ids=x, labels=x).loss if options.model == "llama" else model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            profiler.step()
+        LOOPS.get(options.parallel, plain_loop)(options, model, optimizer, samples, device, profiler)
         if gpu:
             torch.cuda.synchronize()
     options.out.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(options.out / f"{options.name or options.fault}-rank-{rank}.json.gz"))
-    if options.parallel != "none":
+    if distributed.is_initialized():
         distributed.destroy_process_group()
 
 

@@ -83,7 +83,11 @@ def lost_time(
             "more micro-batches, or an interleaved schedule",
         )
     )
-    return sorted((c for c in found if c.seconds >= WORTH * step_s), key=lambda c: -c.seconds)
+    kept: dict[str, LostTime] = {}
+    for cause in sorted(found, key=lambda c: -c.seconds):
+        if cause.seconds >= WORTH * step_s:
+            kept.setdefault(cause.cause, cause)  # of one cause where it costs most
+    return list(kept.values())
 
 
 def largest(parts: dict[int, dict[Part, float]], part: Part) -> tuple[float, int]:
@@ -100,7 +104,7 @@ def slow_ranks(run: TracedRun, parts: dict[int, dict[Part, float]]) -> list[Lost
         waits = [
             of_rank.get((WAITING, f"rank {late.rank}"), 0.0) for rank, of_rank in parts.items() if rank != late.rank
         ]
-        if not waits or len(waits) < 1 or late.rank not in parts:
+        if not waits or late.rank not in parts:
             continue
         seconds = float(np.median(waits))
         others = [of_rank for rank, of_rank in parts.items() if rank != late.rank]
@@ -113,7 +117,7 @@ def slow_ranks(run: TracedRun, parts: dict[int, dict[Part, float]]) -> list[Lost
         part = max(more, key=lambda p: more[p], default=(COMPUTE, "other"))
         out.append(
             LostTime(
-                f"slow rank {late.rank}",
+                "data loader" if part[0] == DATA else f"slow rank {late.rank}",
                 seconds,
                 f"{lateness(late)}; it spends {format_seconds(max(more.get(part, 0.0), 0.0))} more than the others in {part_text(part)}",
                 slow_fix(part),
@@ -126,9 +130,9 @@ def lateness(late: LateRank) -> str:
     often = (
         "in every step"
         if late.constant and len(late.by_step) > 1
-        else f"in step {max(late.by_step, key=lambda s: late.by_step[s])}"
+        else f"most in step {max(late.by_step, key=lambda s: late.by_step[s])}"
     )
-    return f"rank {late.rank} arrives last at {late.share:.0%} of the collectives, {format_seconds(late.late_s)} after the others, most {often}"
+    return f"rank {late.rank} arrives last at {late.share:.0%} of the collectives, {format_seconds(late.late_s)} after the others, {often}"
 
 
 def slow_fix(part: Part) -> str:
@@ -226,7 +230,7 @@ def slow_products(
         for reason, slow in by_reason.items():
             seconds = sum(p.excess_s for p in slow) / max(len(steps[rank]), 1)
             worst = max(slow, key=lambda p: p.excess_s)
-            text = f"{worst.shape} in {worst.dtype} runs at {worst.usual_s / worst.seconds:.0%} of the usual rate: {reason}"
+            text = f"{worst.shape} in {worst.dtype} runs at {worst.usual_s / worst.typical_s:.0%} of the usual rate: {reason}"
             if seconds > out.get(worst.shape, LostTime("", 0, "", "")).seconds:
                 out[worst.shape] = LostTime(
                     "product",

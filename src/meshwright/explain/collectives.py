@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from meshwright.explain.kernels import group_of
 from meshwright.explain.recognise import RecognisedTrace
-from meshwright.explain.trace import KERNEL, OPERATOR, Detail, TracedCollectives
+from meshwright.explain.trace import KERNEL, OPERATOR, Detail, ListedGroup, TracedCollectives
 
 KINDS = (  # part of a name → kind; the first match decides
     ("reduce_scatter", "reduce_scatter"), ("reducescatter", "reduce_scatter"), ("allreduce", "all_reduce"), ("all_reduce", "all_reduce"),
@@ -109,7 +109,8 @@ def table(found: RecognisedTrace, at: NDArray[np.int64], kinds: list[str], detai
     only = next(iter(listed)) if len(listed) == 1 else ""
     for detail in details:
         named = detail.group or only
-        groups.append((named, detail.ranks or listed.get(named, ())))
+        group = listed.get(named, ListedGroup())
+        groups.append((f"{named} {group.description}", detail.ranks or group.ranks))
     sizes = np.array([bytes_in(detail) for detail in details], np.int64)
     e = found.events
     return TracedCollectives(

@@ -6,38 +6,66 @@ Text is read in chunks; the standard library's scanner parses one value at a tim
 again when the next chunk is there. Memory is that of a chunk and the largest value, whatever the size of the file.
 """
 
-import gzip
+import codecs
 import io
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from json import JSONDecodeError, JSONDecoder
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 CHUNK = 1 << 22  # characters
 LARGEST = 1 << 25  # characters of one value
 SPACE = re.compile(r"[ \n\r\t]*").match
 SEPARATOR = re.compile(r"[ \n\r\t]*,?[ \n\r\t]*").match
+GOES_ON = "eE.+-"  # after a number: the buffer ends inside it
 GZIP = b"\x1f\x8b"
+GZIP_FORMAT = zlib.MAX_WBITS | 16
+PACKED = 1 << 16  # bytes of a piece of a compressed file
 
 
 class EndOfText(Exception):
     """The document ends inside a value, or is not JSON from here on. The text says which."""
 
 
-def open_text(path: Path) -> IO[str]:
+class GzipText:
+    """The text of a gzip file, in pieces. What was compressed before a damaged or missing end is still given: `gzip` would drop a whole piece."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.inflate = file, zlib.decompressobj(GZIP_FORMAT)
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def read(self, size: int) -> str:
+        """At most `size` bytes as text; empty at the end."""
+        while True:
+            packed = self.inflate.unconsumed_tail
+            if not packed and self.inflate.eof:  # files may be several that were joined
+                packed = self.inflate.unused_data or self.file.read(PACKED)
+                self.inflate = zlib.decompressobj(GZIP_FORMAT) if packed else self.inflate
+            packed = packed or self.file.read(PACKED)
+            if not packed and not self.inflate.eof:
+                raise EOFError
+            if not packed:
+                return ""
+            if text := self.decoder.decode(self.inflate.decompress(packed, size)):
+                return text
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[IO[str] | GzipText]:
     """The text of a file, decompressed if it is gzip whatever its name."""
     with path.open("rb") as file:
         packed = file.read(2) == GZIP
-    stream: Any = gzip.GzipFile(path) if packed else io.FileIO(path)
-    return io.TextIOWrapper(io.BufferedReader(stream, 1 << 20), "utf-8", errors="replace")
+        file.seek(0)
+        yield GzipText(file) if packed else io.TextIOWrapper(file, "utf-8", errors="replace")
 
 
 class JsonStream:
     """Reads a document from its start to its end; `at` is the position in the buffered text."""
 
-    def __init__(self, file: IO[str]) -> None:
+    def __init__(self, file: IO[str] | GzipText) -> None:
         self.file, self.text, self.at, self.read = file, "", 0, 0
         self.scan = JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
 
@@ -45,7 +73,7 @@ class JsonStream:
         """Append a chunk to what is left of the buffer; False at the end of the file."""
         try:
             chunk = self.file.read(CHUNK)
-        except (EOFError, zlib.error, gzip.BadGzipFile):
+        except (EOFError, zlib.error):
             raise EndOfText("the compressed data ends early or is damaged") from None
         self.text, self.at, self.read = self.text[self.at :] + chunk, 0, self.read + len(chunk)
         return bool(chunk)
@@ -76,7 +104,7 @@ class JsonStream:
                 end = -1
             except RecursionError:
                 raise EndOfText("values are nested too deep") from None
-            if 0 <= end < len(self.text):
+            if 0 <= end < len(self.text) and self.text[end] not in GOES_ON:
                 self.at = end
                 return value
             if len(self.text) - self.at > LARGEST:
@@ -99,6 +127,7 @@ class JsonStream:
             if not character:
                 raise EndOfText("the file ends early")
             yield from self._buffered()
+            self.skip(",")  # if the buffer ended before it
             if self.next_character() != "]":
                 yield self.value()
                 self.skip(",")

@@ -28,6 +28,7 @@ OPERATORS = {
 FAIR_SHARE = 0.05  # of all FLOPs: a shape with less does not set the usual rate
 SLOW = 0.5  # share of the usual rate below which a product is called slow
 SLOW_UNKNOWN = 0.25  # the same where the rates of the device are not known: small products are slower than large ones for good reasons
+THIN, ALIGNED = 32, 8  # a size below the first fills no tile; tensor cores read multiples of the second
 PRECISIONS = {"bfloat16": "bf16", "half": "fp16", "float": "fp32", "double": "fp64", "float8": "fp8"}
 
 
@@ -42,6 +43,7 @@ class TracedProduct:
     dtype: str
     count: int
     seconds: float
+    typical_s: float = 0.0  # the lower quartile, times the count: an interrupted process does not make a shape slow
     usual_s: float = 0.0  # what they would take at the usual rate
     slow: float = SLOW_UNKNOWN
 
@@ -55,24 +57,30 @@ class TracedProduct:
 
     @property
     def excess_s(self) -> float:
-        """Seconds beyond the usual rate; 0 unless the product is clearly below it."""
-        return self.seconds - self.usual_s if self.usual_s < self.slow * self.seconds else 0.0
+        """Seconds beyond the usual rate; 0 unless the product is clearly below it. Where the rates of the device are not known, a shape must be
+        unusual too: rates of one trace alone differ for many reasons."""
+        known = self.slow == SLOW
+        return (
+            self.typical_s - self.usual_s
+            if self.usual_s < self.slow * self.typical_s and (known or self.unusual)
+            else 0.0
+        )
 
     @property
-    def reason(self) -> str:
-        """What is unusual about the shape."""
+    def unusual(self) -> str:
+        """What is unusual about the shape; empty for one that kernels are made for."""
         sizes = {"m": self.m, "n": self.n, "k": self.k}
-        thin = [f"{name} = {size}" for name, size in sizes.items() if size < 32]
-        odd = [f"{name} = {size}" for name, size in sizes.items() if size % 8]
+        thin = [f"{name} = {size}" for name, size in sizes.items() if size < THIN]
+        odd = [f"{name} = {size}" for name, size in sizes.items() if size % ALIGNED]
         if thin and self.batch > 1:
             return f"{self.batch} small products with {', '.join(thin)} in place of one large one"
         if thin:
             return f"{', '.join(thin)} is too small to fill the device"
-        return (
-            f"{', '.join(odd)} is not a multiple of 8: no aligned kernel fits"
-            if odd
-            else "below the rate that its shape usually reaches"
-        )
+        return f"{', '.join(odd)} is not a multiple of {ALIGNED}: no aligned kernel fits" if odd else ""
+
+    @property
+    def reason(self) -> str:
+        return self.unusual or "below the rate that its shape usually reaches"
 
 
 def product_shape(name: str, detail: Detail) -> tuple[int, int, int, int, str] | None:
@@ -92,10 +100,7 @@ def traced_products(found: RecognisedTrace, device: Accelerator | None = None) -
     """The products in the traced steps, those with most time first."""
     e = found.events
     is_product = np.array([name in OPERATORS for name in e.names], bool)
-    seconds, counts = (
-        defaultdict[tuple[int, int, int, int, str], float](float),
-        defaultdict[tuple[int, int, int, int, str], int](int),
-    )
+    seconds = defaultdict[tuple[int, int, int, int, str], list[float]](list)
     begin, end = (found.steps[0].start, found.steps[-1].end) if found.steps else (0, 0)
     calls = np.flatnonzero(is_product[e.name] if len(e.names) else [])
     times = e.duration[calls].astype(float)
@@ -105,9 +110,8 @@ def traced_products(found: RecognisedTrace, device: Accelerator | None = None) -
         inside = times > 0
     for i, nanoseconds in zip(calls[inside].tolist(), times[inside].tolist(), strict=True):
         if shape := product_shape(e.names[e.name[i]], e.details[e.detail[i]]):
-            seconds[shape] += nanoseconds / 1e9
-            counts[shape] += 1
-    out = [TracedProduct(*shape, counts[shape], s) for shape, s in seconds.items()]
+            seconds[shape].append(nanoseconds / 1e9)
+    out = [TracedProduct(*shape, len(s), sum(s), len(s) * float(np.quantile(s, 0.25))) for shape, s in seconds.items()]
     return sorted(with_usual(out, device), key=lambda p: -p.seconds)
 
 
@@ -132,16 +136,16 @@ def kernel_times(found: RecognisedTrace, calls: np.ndarray) -> np.ndarray:
 
 def with_usual(products: list[TracedProduct], device: Accelerator | None) -> list[TracedProduct]:
     total = sum(p.flops for p in products)
-    fair = [p.flops / p.seconds for p in products if p.flops >= FAIR_SHARE * total and p.seconds]
+    fair = [p.flops / p.typical_s for p in products if p.flops >= FAIR_SHARE * total and p.typical_s]
     best = max(fair, default=0.0)
     if device is not None:
         return [
             replace(p, usual_s=expected_seconds(p, device), slow=SLOW)
             if p.dtype in device.peak
-            else replace(p, usual_s=p.seconds)
+            else replace(p, usual_s=p.typical_s)
             for p in products
         ]
-    return [replace(p, usual_s=p.flops / best if best else p.seconds) for p in products]
+    return [replace(p, usual_s=p.flops / best if best else p.typical_s) for p in products]
 
 
 def expected_seconds(p: TracedProduct, device: Accelerator) -> float:

@@ -24,6 +24,7 @@ from meshwright.explain.trace import (
     OTHER,
     Detail,
     EventTable,
+    ListedGroup,
     RankTrace,
 )
 from meshwright.units import Json
@@ -39,14 +40,15 @@ class Interned:
     """Distinct values and their numbers; beyond `MOST_TEXTS` all further ones share the last number."""
 
     def __init__(self, first: Any, rest: Any) -> None:
-        self.numbers, self.rest = {first: 0}, rest
+        self.numbers: dict[Any, int] = {first: 0}
+        self.rest = self.numbers.setdefault(rest, len(self.numbers))
 
     def __getitem__(self, value: Any) -> int:
         number = self.numbers.get(value)
         if number is None:
             number = len(self.numbers)
             if number > MOST_TEXTS:
-                return self[self.rest]
+                return self.rest
             self.numbers[value] = number
         return number
 
@@ -129,7 +131,9 @@ class EventColumns:
                 column = self.columns[name]
                 out[name] = np.frombuffer(column, np.dtype(column.typecode))[order] if len(self) else np.empty(0, int)
         threads = tuple(self.thread_names.get(place, "") or f"thread {place[1]}" for place in self.threads)
-        return EventTable(**out, names=self.names.values(), threads=threads, details=self.details.values()), origin
+        return EventTable(
+            **out, names=tuple(map(printable, self.names.values())), threads=threads, details=self.details.values()
+        ), origin
 
 
 def _place(event: Json) -> tuple[str, str]:
@@ -248,13 +252,14 @@ def _trace(path: Path, columns: EventColumns, about: Json, notes: list[str]) -> 
     )
 
 
-def process_groups(distributed: Json) -> dict[str, tuple[int, ...]]:
-    """The ranks of each process group that the profiler lists."""
+def process_groups(distributed: Json) -> dict[str, ListedGroup]:
+    """The process groups that the profiler lists, by name."""
     config = distributed.get("pg_config")
     out = {}
     for group in config if isinstance(config, list) else ():
         if isinstance(group, dict) and isinstance(group.get("ranks"), list):
-            out[str(group.get("pg_name"))[:100]] = tuple(r for r in group["ranks"] if type(r) is int)
+            ranks = tuple(r for r in group["ranks"] if type(r) is int)
+            out[str(group.get("pg_name"))[:100]] = ListedGroup(str(group.get("pg_desc", ""))[:100], ranks)
     return out
 
 

@@ -168,7 +168,8 @@ def marked_steps(found: RecognisedTrace) -> tuple[NamedSpan, ...]:
         groups = numbers[int(e.name[index])].groups()
         label = next((g for g in groups if g), str(position))
         out.append(NamedSpan(label, int(e.start[index]), int(e.end[index])))
-    return tuple(s for s, after in zip(out, [*out[1:], None], strict=True) if after is None or after.start >= s.end)
+    overlaps = {a for a, b in pairwise(out) if b.start < a.end}
+    return tuple(step for step in out if step not in overlaps)
 
 
 def steps_of_updates(found: RecognisedTrace) -> tuple[NamedSpan, ...]:

@@ -81,6 +81,13 @@ class NamedSpan(NamedTuple):
     end: int
 
 
+class ListedGroup(NamedTuple):
+    """A process group as the profiler lists it."""
+
+    description: str = ""  # such as mesh_tp
+    ranks: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class RankTrace:
     """What one rank did: its events, the process groups that the profiler listed, and what is missing."""

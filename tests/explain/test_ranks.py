@@ -1,0 +1,184 @@
+"""Ranks beside each other, with traces made by hand: numbers that can be counted by eye."""
+
+import json
+
+import pytest
+from chrome import HandMade
+
+from meshwright.cli import main
+from meshwright.explain.attribution import (
+    BUBBLE,
+    COMMUNICATION,
+    COMPUTE,
+    DATA,
+    HOST,
+    LAUNCHES,
+    QUEUED,
+    SYNCHRONISING,
+    WAITING,
+)
+from meshwright.explain.explanation import explain_traces
+from meshwright.explain.folder import read_traces
+from meshwright.explain.recognise import RecognisedTrace
+from meshwright.explain.recognised_plan import axis_degrees
+
+BASE = 10**18
+GROUPS = [("0", "default_pg", [0, 1]), ("1", "mesh_tp", [0, 1])]
+
+
+def two_ranks(tmp_path, late=0, other_clock=0, hosts=("a", "a")):
+    """Backward until 400 (rank 1: 400 + late), behind it an all-reduce from 200 to 300; a gather until 600 + late, the update until 800 + late."""
+    for rank in (0, 1):
+        own, shift = (late, other_clock) if rank else (0, 0)
+        t = HandMade(rank, 2, hosts[rank], BASE - shift * 1000, GROUPS)
+        t.span("ProfilerStep#1", 0 + shift, 800 + late + shift)
+        t.kernel("gemm", 0 + shift, 400 + own + shift, launched=shift)
+        t.collective("allreduce", 200 + shift, 300 + shift, 1000, [0, 1], launched=50 + shift)
+        t.collective("_allgather_base", 400 + own + shift, 600 + late + shift, 4000, [0, 1], "1", launched=60 + shift)
+        t.kernel("adamw_kernel", 600 + late + shift, 800 + late + shift, launched=70 + shift)
+        t.write(tmp_path)
+    return explain_traces(read_traces([tmp_path]))
+
+
+def in_us(step):
+    return {part: ns / 1000 for part, ns in step.parts.items()}
+
+
+def test_communication_is_exposed_or_hidden_by_axis(tmp_path):
+    step = two_ranks(tmp_path).steps[0][0]
+    assert in_us(step) == {(COMPUTE, "products"): 400, (COMPUTE, "optimizer"): 200, (COMMUNICATION, "tp"): 200}
+    assert step.hidden == {"dp": 100_000}
+
+
+def test_nccl_collectives_have_kind_group_and_bytes(tmp_path):
+    c = two_ranks(tmp_path).run.ranks[0].collectives
+    assert c.kind == ("all_reduce", "all_gather")
+    assert c.ranks == ((0, 1), (0, 1))
+    assert c.bytes.tolist() == [2000, 8000]
+
+
+def test_the_time_before_the_last_rank_arrives_is_waiting(tmp_path):
+    e = two_ranks(tmp_path, late=150)
+    assert in_us(e.steps[0][0])[WAITING, "rank 1"] == 150
+    assert in_us(e.steps[0][0])[COMMUNICATION, "tp"] == 200
+    assert (WAITING, "rank 0") not in e.steps[1][0].parts
+    late = e.run.late[0]
+    assert late.rank == 1
+    assert late.by_step == {"1": pytest.approx(150e-6)}
+    slow = next(cause for cause in e.causes if cause.cause == "slow rank 1")
+    assert slow.seconds == pytest.approx(150e-6)
+    assert "compute (products)" in slow.evidence
+
+
+@pytest.mark.parametrize("offset", [7_000_000, -7_000_000, 3_000])
+def test_clocks_of_other_hosts_are_aligned_by_their_collectives(tmp_path, offset):
+    e = two_ranks(tmp_path, late=150, other_clock=0, hosts=("a", "b"))
+    plain = [in_us(s[0]) for s in e.steps.values()]
+    for file in tmp_path.glob("rank-1.json"):
+        content = json.loads(file.read_text())
+        content["baseTimeNanoseconds"] += offset * 1000
+        file.write_text(json.dumps(content))
+    moved = explain_traces(read_traces([tmp_path]))
+    assert [in_us(s[0]) for s in moved.steps.values()] == plain
+    assert any("clock of rank 1" in note for note in moved.notes)
+
+
+def test_idle_time_of_the_device_has_its_cause(tmp_path):
+    t = HandMade(0, 1)
+    t.span("ProfilerStep#1", 0, 1000)
+    t.kernel("gemm", 0, 100, launched=0)
+    t.kernel("gemm", 105, 200, launched=50)  # queued: a gap of 5
+    t.span("cudaStreamSynchronize", 150, 201, "cuda_runtime")
+    t.kernel("gemm", 260, 400, launched=250)  # launched after the host had waited: a gap of 60
+    t.span("enumerate(DataLoader)#x.__next__", 410, 600)
+    t.kernel("gemm", 620, 700, launched=615)  # 400 to 620: 190 of it in the loader, 30 of it the host
+    t.kernel("adamw_kernel", 800, 1000, launched=790)  # the host was late: 100
+    t.write(tmp_path)
+    parts = in_us(explain_traces(read_traces([tmp_path])).steps[0][0])
+    assert parts[HOST, QUEUED] == 5
+    assert parts[HOST, SYNCHRONISING] == 60
+    assert parts[DATA, "loader"] == 190
+    assert parts[HOST, LAUNCHES] == 130
+    assert sum(parts.values()) == 1000
+
+
+def test_a_step_of_a_device_begins_when_the_kernels_before_it_have_ended(tmp_path):
+    t = HandMade(0, 1)
+    t.kernel("gemm", 0, 150, launched=0)  # of the step before
+    for number, (begin, end) in enumerate([(100, 200), (200, 300)]):
+        t.span(f"ProfilerStep#{number}", begin, end)
+        t.kernel("gemm", begin + 150, end + 150, launched=begin + 10)
+    t.write(tmp_path)
+    steps = explain_traces(read_traces([tmp_path])).steps[0]
+    assert [(s.step, s.start, s.duration) for s in steps] == [("0", 150_000, 200_000), ("1", 350_000, 100_000)]
+
+
+def test_a_message_that_comes_late_is_a_bubble(tmp_path):
+    t = HandMade(0, 4, groups=[("pp", "pipeline", [0, 1, 2, 3])])
+    t.span("ProfilerStep#1", 0, 1000)
+    for start, end in ((100, 120), (200, 320), (400, 440)):
+        t.collective("recv", start, end, 1000, [0, 1, 2, 3], "pp", launched=10)
+        t.kernel("gemm", end, end + 60, launched=20)
+    t.write(tmp_path)
+    parts = in_us(explain_traces(read_traces([tmp_path])).steps[0][0])
+    assert parts[BUBBLE, "messages"] == 100 + 20
+    assert parts[COMMUNICATION, "pp"] == 3 * 20
+
+
+@pytest.mark.parametrize("name", ["Optimizer.step#AdamW.step", None])
+def test_steps_without_marks_are_those_of_updates_or_of_the_period(tmp_path, name):
+    t = HandMade(0, 1)
+    for begin in (0, 1000, 2000, 3000):
+        t.span("aten::embedding", begin, begin + 10, "cpu_op")
+        t.span("aten::mm", begin + 10, begin + 900, "cpu_op")
+        if name:
+            t.span(name, begin + 900, begin + 1000)
+    t.write(tmp_path)
+    found = RecognisedTrace(read_traces([tmp_path])[0])
+    assert [s.end - s.start for s in found.steps][:3] == [1_000_000] * 3
+    assert len(found.steps) == 4
+
+
+def test_ranks_that_ran_other_programs_or_steps_are_named(tmp_path):
+    one, other = HandMade(0, 2), HandMade(1, 2)
+    for t, step, names in ((one, 1, ("a", "b", "c")), (other, 7, ("x", "y", "z"))):
+        t.span(f"ProfilerStep#{step}", 0, 100)
+        for i, name in enumerate(names):
+            t.span(f"aten::{name}", 10 * i, 10 * i + 5, "cpu_op")
+        t.write(tmp_path)
+    notes = explain_traces(read_traces([tmp_path])).notes
+    assert any("another program" in note for note in notes)
+    assert any("other steps" in note for note in notes)
+
+
+def test_degrees_are_group_sizes(tmp_path):
+    assert axis_degrees(two_ranks(tmp_path).run) == {"dp": 2, "tp": 2}
+
+
+def test_the_command_prints_writes_and_escapes(tmp_path, capsys):
+    bad = "<script>alert(1)</script>\x1b[31m[bold]"
+    t = HandMade(0, 1)
+    t.span("ProfilerStep#1", 0, 1000)
+    t.kernel(f"gemm {bad}", 0, 100, launched=0, operator=("aten::mm", [[64, 2], [2, 64]], bad))
+    t.span("cudaStreamSynchronize", 150, 900, "cuda_runtime")
+    t.span(f"{bad}.py(3): {bad}", 0, 1000, "python_function")
+    t.kernel("gemm", 950, 1000, launched=920)
+    file, page = t.write(tmp_path, "one <b>.json"), tmp_path / "page.html"
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit) as done:
+            main(["explain", str(file), "--html", str(page), *more])
+        assert done.value.code == 0
+    text = capsys.readouterr().out
+    assert "\x1b[31m" not in text.partition('"version"')[0]
+    assert "[bold]" in text
+    content = page.read_text()
+    assert "<script>alert" not in content
+    assert json.loads(text[text.index("{\n") :])["attributed"] == 1.0
+
+
+@pytest.mark.parametrize("words", [["missing.json"], []])
+def test_nothing_to_read_is_an_error(words, capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["explain", *words])
+    assert done.value.code == 2
+    assert "MW-" in capsys.readouterr().err

@@ -1,0 +1,186 @@
+"""Traces are read from streams: the same events as the whole document has, whatever the chunks; what is broken is said."""
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+from contextlib import suppress
+from io import StringIO
+
+import numpy as np
+import pytest
+from chrome import HandMade
+
+from meshwright.errors import MeshwrightError
+from meshwright.explain import json_stream, reader
+from meshwright.explain.folder import read_traces
+from meshwright.explain.json_stream import EndOfText, JsonStream
+from meshwright.explain.reader import read_trace
+from meshwright.explain.trace import KERNEL
+
+
+def small(tmp_path, name="rank-0.json", **options):
+    trace = HandMade(**options)
+    trace.span("ProfilerStep#1", 0, 100)
+    trace.kernel("gemm", 10, 60, operator=("aten::mm", [[4, 8], [8, 16]], "c10::BFloat16"))
+    trace.kernel("elementwise", 60, 90)
+    return trace.write(tmp_path, name)
+
+
+def test_elements_are_those_of_the_whole_document(monkeypatch):
+    """Whatever the chunks are: each number of characters puts their ends at other places."""
+    rows = [
+        {"name": 'a "quoted" \\ ü', "n": [1, -2.5e3, None, True], "inner": {"x": {}}},
+        17,
+        "text",
+        {"y": "]}"},
+        {},
+        [],
+        -1.5e-7,
+    ]
+    document = {"first": {"a": [1, 2]}, "number": 12345, "rows": rows, "last": "ü"}
+    for text in (json.dumps(document), json.dumps(document, indent=2), json.dumps(document, separators=(",", ":"))):
+        for chunk in range(1, len(text) + 2):
+            monkeypatch.setattr(json_stream, "CHUNK", chunk)
+            stream, found = JsonStream(StringIO(text)), {}
+            for key in stream.members():
+                found[key] = list(stream.elements()) if key == "rows" else stream.value()
+            assert found == document
+
+
+def test_a_document_that_ends_anywhere_gives_its_first_elements():
+    rows = [{"number": i, "text": "x" * i} for i in range(5)]
+    text = json.dumps(rows)
+    for end in range(len(text)):
+        found: list[object] = []
+        with pytest.raises(EndOfText):
+            found.extend(JsonStream(StringIO(text[:end])).elements())
+        assert found == rows[: len(found)]
+        assert len(found) == sum(text.find(row) + len(row) <= end for row in map(json.dumps, rows))
+
+
+def test_columns_have_what_the_events_have(tmp_path):
+    e = read_trace(small(tmp_path)).events
+    kernels = e.where(e.category == KERNEL)
+    assert [e.names[n] for n in kernels.name] == ["gemm", "elementwise"]
+    assert kernels.start.tolist() == [10_000, 60_000]
+    assert kernels.duration.tolist() == [50_000, 30_000]
+    assert e.details[e.detail[[e.names[n] for n in e.name].index("aten::mm")]].dims == "[[4, 8], [8, 16]]"
+
+
+def test_compressed_files_are_the_same_whatever_their_names(tmp_path):
+    plain, packed = small(tmp_path), small(tmp_path, "rank-0.json.gz")
+    renamed = tmp_path / "trace"
+    renamed.write_bytes(packed.read_bytes())
+    for file in (packed, renamed):
+        assert np.array_equal(read_trace(file).events.start, read_trace(plain).events.start)
+
+
+def test_truncated_traces_are_read_as_far_as_they_go(tmp_path):
+    text = small(tmp_path).read_bytes()
+    whole = len(read_trace(tmp_path / "rank-0.json").events)
+    for cut in range(text.index(b"traceEvents") + 300, len(text) - 3, 97):
+        (tmp_path / "cut.json").write_bytes(text[:cut])
+        trace = read_trace(tmp_path / "cut.json")
+        assert 0 < len(trace.events) <= whole
+        assert any("ends early" in note for note in trace.notes), cut
+    packed = gzip.compress(text * 1)
+    (tmp_path / "cut.json.gz").write_bytes(packed[: len(packed) - 12])
+    assert any("compressed data" in note for note in read_trace(tmp_path / "cut.json.gz").notes)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", "[]", "[1, 2, 3]", '{"traceEvents": []}', '{"traceEvents": {"a": 1}}', "not json", '{"a": ', "[" * 200_000, "\x00\xff",
+     '{"traceEvents": [{"ph": "X", "ts": "x"}, {"ph": "X", "ts": NaN, "dur": 1}, {"ph": "X", "ts": 1, "dur": -1}, null]}'],
+)  # fmt: skip
+def test_other_files_are_refused(tmp_path, content):
+    file = tmp_path / "other.json"
+    file.write_text(content)
+    with pytest.raises(MeshwrightError) as error:
+        read_trace(file)
+    assert error.value.code == "MW-EXPL-002"
+
+
+def test_missing_files_and_folders_without_traces(tmp_path):
+    for path, code in ((tmp_path / "none.json", "MW-EXPL-001"), (tmp_path, "MW-EXPL-003")):
+        with pytest.raises(MeshwrightError) as error:
+            read_traces([path])
+        assert error.value.code == code
+
+
+def test_the_number_of_events_is_bounded_and_the_rest_is_said(tmp_path):
+    trace = read_trace(small(tmp_path), most_events=3)
+    assert len(trace.events) == 3
+    assert "more than 3 events" in trace.notes[0]
+
+
+def test_hostile_names_stay_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "MOST_TEXTS", 10)
+    trace = HandMade()
+    for i in range(100):
+        trace.span(f"name {i} " + "x" * 10_000, i, i + 1, "cpu_op")
+    e = read_trace(trace.write(tmp_path)).events
+    assert len(e.names) <= 12
+    assert max(map(len, e.names)) <= reader.LONGEST_TEXT
+    assert "(other names)" in e.names
+
+
+def test_memory_at_the_peak_is_that_of_the_device(tmp_path):
+    trace = HandMade()
+    trace.span("aten::mm", 0, 1, "cpu_op")
+    for device, total in ((0, 900), (1, 500), (1, 700), (1, 300)):
+        trace.events.append(
+            {"ph": "i", "name": "[memory]", "ts": 1, "args": {"Device Type": device, "Total Allocated": total}}
+        )
+    assert read_trace(trace.write(tmp_path)).peak_bytes == 700
+
+
+@pytest.mark.slow
+def test_a_large_trace_takes_bounded_memory(tmp_path):
+    """300 MB of distinct events: well under a tenth of their size in objects."""
+    file, row = (
+        tmp_path / "large.json",
+        {
+            "ph": "X",
+            "cat": "cpu_op",
+            "pid": 1,
+            "tid": 1,
+            "args": {"External id": 1, "Input Dims": [[4, 8], [8, 4]], "Input type": ["float", "float"]},
+        },
+    )
+    with file.open("w") as out:
+        out.write(
+            '{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0, "dur": 1e9}'
+        )
+        text = json.dumps(row)[:-1]
+        for i in range(1_500_000):
+            out.write(f', {text}, "name": "aten::op{i % 200}", "ts": {i * 3}, "dur": 2}}')
+        out.write("]}")
+    assert file.stat().st_size > 250e6
+    code = f"""
+import resource, pathlib
+from meshwright.explain.reader import read_trace
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+events = read_trace(pathlib.Path({str(file)!r})).events
+print(len(events), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, env=os.environ, check=True
+    )
+    events, memory = map(int, done.stdout.split())
+    assert events == 1_500_001
+    assert memory < 600e6
+
+
+def test_random_bytes_never_raise_anything_else(tmp_path):
+    text, generator = bytearray(small(tmp_path).read_bytes()), random.Random(0)
+    for _ in range(60):
+        broken = bytearray(text)
+        for _ in range(generator.randrange(1, 6)):
+            broken[generator.randrange(len(broken))] = generator.randrange(256)
+        (tmp_path / "broken.json").write_bytes(broken)
+        with suppress(MeshwrightError):
+            read_trace(tmp_path / "broken.json")
