@@ -137,7 +137,7 @@ class Config(Shown):
                 )
         for section in SECTIONS:
             draft.tables.setdefault(section, {})
-        parts: dict[str, Any] = {name: CLASSES[name](**draft.resolved(name)) for name in SECTIONS}
+        parts: dict[str, Any] = {name: CLASSES[name](**draft.tables[name]) for name in SECTIONS}
         config = cls(**parts, origins=draft.origins)
         peak = config.cluster.accelerator.peak
         if peak and "bf16" not in peak:
@@ -255,7 +255,7 @@ def load_plan(source: str | Path | dict[str, Any], overrides: Iterable[str] = ()
     check_section(draft, "plan", source, "[plan]\ntp = 8")
     for word in overrides:
         draft.override(word)
-    return Plan(**draft.resolved("plan"))
+    return Plan(**draft.tables["plan"])
 
 
 def check_section(draft: Draft, section: str, source: object, fix: str) -> None:
@@ -275,14 +275,14 @@ def load_model(name: str | Path) -> Model:
     else:
         draft.merge("model", str(name), "given", HERE)
     check_section(draft, "model", name, 'model = "llama3-8b"')
-    return Model(**draft.resolved("model"))
+    return Model(**draft.tables["model"])
 
 
 def load_cluster(name: str | Path) -> Cluster:
     """Load a cluster by catalog name or from a TOML file with a [cluster]."""
     draft = Draft()
     draft.merge("cluster", str(name), "given", HERE)
-    return Cluster(**draft.resolved("cluster"))
+    return Cluster(**draft.tables["cluster"])
 
 
 def cluster_table(text: str) -> str | dict[str, Any]:
@@ -295,7 +295,7 @@ def cluster_table(text: str) -> str | dict[str, Any]:
         raise MeshwrightError("MW-CONF-002", what, why=why, fix='[cluster]\nextends = "dgx-h100"')
     draft = Draft(files=False)
     draft.merge("cluster", section, "the request", HERE)
-    return to_toml_value(Cluster(**draft.resolved("cluster")))
+    return to_toml_value(Cluster(**draft.tables["cluster"]))
 
 
 class Asked(TypedDict, total=False):

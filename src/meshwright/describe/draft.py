@@ -1,12 +1,13 @@
 """A configuration while it is being merged: the table of each section, and the origin of each value.
 
-A catalog name is replaced by its table when a value is merged into it, so `--set cluster.accelerator.memory=60GiB` changes
-one number of a catalog entry and keeps the other fields. Nothing is validated here; the classes of `describe` validate.
+A catalog name is replaced by its table at once, so `--set cluster.accelerator.memory=60GiB` changes one number of a catalog
+entry and keeps the other fields. Nothing is validated here; the classes of `describe` validate.
 """
 
 import re
 import tomllib
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,8 +136,8 @@ class Draft:
             table, origin = hf.read(str(folder / name)).as_dict(), str(folder / name)
         else:
             catalog.load(kind, name)
-            table, origin = {"name": name, **deep_copy(catalog.tables(kind)[name])}, f"{kind}/{name}"
-        self._record_origins(table, path, Source(origin))
+            table, origin = {"name": name, **catalog.tables(kind)[name]}, f"{kind}/{name}"
+        table = self._copied(table, path, Source(origin))
         self.origins[f"{path}.name"] = source.at(path)
         return table
 
@@ -150,28 +151,34 @@ class Draft:
             what = f"'{path}' has no [{section}]"
             why = f"A {section} file is a TOML file with that section"
             raise MeshwrightError("MW-CONF-002", what, why=why, fix=f'[{section}]\nextends = "{example}"')
-        table = other.resolved(section)
         self.origins.update({leaf: origin for leaf, origin in other.origins.items() if leaf.startswith(f"{section}.")})
-        return table
+        return other.tables[section]
 
     def _overlay(self, base: dict[str, Any], changes: dict[str, Any], path: str, source: Source) -> None:
         """Merge the values of `changes` into `base`, table by table."""
         for key, value in changes.items():
             here, old = f"{path}.{key}", base.get(key)
-            if isinstance(value, dict) and "extends" not in value:
-                if isinstance(old, str) and here in NAMED:
-                    base[key] = old = self._table_of(here, old, here, Source(self.origins.pop(here)))
-                if isinstance(old, dict):
-                    self._overlay(old, value, here, source)
-                    continue
+            if isinstance(value, dict) and "extends" not in value and isinstance(old, dict):
+                self._overlay(old, value, here, source)
+                continue
             self._clear_origins(old, here)
-            base[key] = deep_copy(value)
-            self._record_origins(value, here, source)
+            base[key] = self._copied(value, here, source)
 
-    def _record_origins(self, value: Any, path: str, source: Source) -> None:
-        """Record the origin of each leaf of a value."""
-        for leaf, _ in leaves(value, path):
-            self.origins[leaf] = source.at(leaf)
+    def _copied(self, value: Any, path: str, source: Source) -> Any:
+        """A copy of a value in which tables stand for catalog names; records the origin of each leaf."""
+        place = POSITION.sub("", path)
+        if place in NAMED and isinstance(value, str):
+            return self._table_of(place, value, path, source)
+        if place in NAMED and isinstance(value, dict) and "extends" in value:
+            table = self._table_of(place, value["extends"], path, Source(source.at(f"{path}.extends")))
+            self._overlay(table, {key: inner for key, inner in value.items() if key != "extends"}, path, source)
+            return table
+        if isinstance(value, dict) and value:
+            return {key: self._copied(inner, f"{path}.{key}", source) for key, inner in value.items()}
+        if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+            return [self._copied(inner, f"{path}.{i}", source) for i, inner in enumerate(value)]
+        self.origins[path] = source.at(path)
+        return deepcopy(value)
 
     def _clear_origins(self, value: Any, path: str) -> None:
         for leaf, _ in leaves(value, path):
@@ -197,23 +204,18 @@ class Draft:
         self._assign(self.tables.setdefault(section, {}), keys, value)
 
     def _assign(self, node: Any, keys: list[str], value: Any) -> None:
-        """Set the value at a path; catalog names along the path are replaced by their tables."""
+        """Set the value at a path."""
         path = keys[0]
         for key in keys[1:-1]:
             inner = self._inside(node, key, path)
             path = f"{path}.{key}"
-            place = POSITION.sub("", path)
-            if isinstance(inner, str) and place in NAMED:
-                inner = self._table_of(place, inner, path, Source(self.origins.pop(path, "--set")))
-                self._put(node, key, inner, path)
-            elif inner is None:
+            if inner is None:
                 inner = {}
                 self._put(node, key, inner, path)
             node = inner
         last = f"{path}.{keys[-1]}"
         self._clear_origins(self._inside(node, keys[-1], path), last)
-        self._put(node, keys[-1], value, path)
-        self._record_origins(value, last, Source("--set"))
+        self._put(node, keys[-1], self._copied(value, last, Source("--set")), path)
 
     def _inside(self, node: Any, key: str, path: str) -> Any:
         if isinstance(node, dict):
@@ -234,32 +236,6 @@ class Draft:
             raise MeshwrightError("MW-CONF-011", what, valid=[f"{path}.{i}" for i in range(len(node))])
         return int(key)
 
-    # For validation
-
-    def resolved(self, section: str) -> dict[str, Any]:
-        """The table of a section, with every catalog name inside it replaced by its table."""
-        table = self.tables[section]
-        if section == "cluster":
-            self._open_inside(table, "accelerator", section)
-            levels = table.get("levels")
-            for i, level in enumerate(levels if isinstance(levels, list) else []):
-                if isinstance(level, dict):
-                    self._open_inside(level, "link", f"cluster.levels.{i}")
-        return table
-
-    def _open_inside(self, table: dict[str, Any], key: str, path: str) -> None:
-        section, here = table.get(key), f"{path}.{key}"
-        section = {"extends": section} if isinstance(section, str) else section
-        if isinstance(section, dict) and "extends" in section:
-            source = Source(self.origins.pop(here, "") or self.origins.pop(f"{here}.extends", ""))
-            overrides = {inner: value for inner, value in section.items() if inner != "extends"}
-            origins_before = {
-                leaf: self.origins.get(leaf, source.name) for leaf, _ in leaves(overrides, here) if overrides
-            }
-            table[key] = self._table_of(POSITION.sub("", here), section["extends"], here, source)
-            self._overlay(table[key], overrides, here, source)
-            self.origins.update(origins_before)
-
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """The leaves of nested tables by dotted path; a list of plain values is one leaf."""
@@ -271,13 +247,6 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from leaves(inner, f"{path}.{i}")
     else:
         yield path, value
-
-
-def deep_copy(value: Any) -> Any:
-    """A copy of nested tables and lists."""
-    if isinstance(value, dict):
-        return {key: deep_copy(inner) for key, inner in value.items()}
-    return [deep_copy(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def parse_value(text: str, path: str) -> Any:
