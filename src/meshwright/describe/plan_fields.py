@@ -234,7 +234,6 @@ def _word_fields() -> dict[str, Sequence[Any]]:
 
 
 WORDS = _word_fields()
-FLAGS = tuple(name for name, field in PlanFields.model_fields.items() if field.annotation is bool)
 NUMBERS = tuple(name for name, field in PlanFields.model_fields.items() if field.annotation in (int, float))
 
 

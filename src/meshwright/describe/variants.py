@@ -144,7 +144,7 @@ ActivationName = Annotated[str, NameIn(ACTIVATIONS)]
 # `ATTENTIONS` is the only table of attention kinds. All parts but the last two are functions of a model:
 #
 #     part         room                      what it returns or does
-#     block        describe.attention_blocks   the `Block` of a mixer: matrices, vectors, saved tensors and the core (arguments: model, mixer).
+#     block        describe.anatomy   the `Block` of a mixer: matrices, vectors, saved tensors and the core (arguments: model, mixer).
 #                                              Parameters, FLOPs, saved activations and the sharding table are counted from it
 #     check        describe.shape_checks       raises for fields that do not fit
 #     key_width    here                        the width of a query and a key: scores are divided by its square root

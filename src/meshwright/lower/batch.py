@@ -102,7 +102,6 @@ class Batch(PlanArrays):
         # Tokens of one micro-batch on one rank; a model without a sequence has one "token" per sample.
         self.tokens = self.microbatch * (workload.seq if model.kind == "transformer" else 1.0) / self.cp
         self.seq_split = np.where(self.sp, self.tp, 1.0)  # what shards the regions between the products
-        self.expert_dp = self.tp * self.cp * self.dp / (self.etp * self.ep)
         self.order = np.where(plans.order == STACK_ORDER, ORDERS.index(tuple(stack.order)), plans.order)
         self._set_dtypes(plans)
         self._set_switches(plans)
@@ -188,13 +187,16 @@ class Batch(PlanArrays):
         self.units = not self.stack.flat_shards and self.model.kind != "counts"  # ZeRO works in units of layers
         self.one_unit = self.wrap == 0  # a stage is one ZeRO unit, with the embedding and the head
         if present(self.wrap != 1):
-            longest = np.ones(self.n)
-            if self.model.kind != "counts":
-                longest = np.ceil(self.model.layers / self.stages)
-                for lengths, at in self.uneven.items():
-                    longest[at] = max(lengths)
+            longest = np.ones(self.n) if self.model.kind == "counts" else self.longest_stage()
             self.wrap = np.where(self.wrap == 1, 1.0, np.minimum(np.where(self.one_unit, longest, self.wrap), longest))
         self.wraps = present(self.one_unit) or present(self.wrap != 1.0)
+
+    def longest_stage(self) -> Column:
+        """Layers of the longest stage."""
+        longest = np.ceil(self.model.layers / self.stages)
+        for lengths, at in self.uneven.items():
+            longest[at] = max(lengths)
+        return longest
 
     def _pipelines(self) -> list[Pipelines]:
         """The plans with a pipeline, by schedule."""

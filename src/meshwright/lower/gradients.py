@@ -181,13 +181,11 @@ def _selects(b: Batch) -> Array:
     return sum(1.0 * (b.compression == code) for code, wire in b.compressions if COMPRESSIONS[wire].selects)
 
 
-def unit_ops(b: Batch, group: str, load: Load, share: Array | None) -> dict[str, list[Op]]:
-    """ZeRO-3 of one block in one micro-batch: gather its weights forward and backward, reduce its gradients. The block is a `share` of
-    a unit, or several units like it. A stack that gathers parameter by parameter sends the bytes of a unit in more messages."""
+def unit_ops(b: Batch, group: str, unit: Load, times: Array) -> dict[str, list[Op]]:
+    """ZeRO-3 of one block in one micro-batch: gather its weights forward and backward, reduce its gradients. The block is a share `times`
+    of a unit, or several units like it. A stack that gathers parameter by parameter sends the bytes of a unit in more messages."""
     shard, by_parameter = DATA_AXES[group].shard, b.stack.gathers == "parameter"
-    unit = load if share is None else Load(*(x / np.where(share > 0, share, 1.0) for x in load))
-    times = 1.0 if share is None else share
-    on = (b.zero == 3) & (b.size(shard) > 1) & (np.asarray(load.held) > 0) & np.True_
+    on = (b.zero == 3) & (b.size(shard) > 1) & (np.asarray(unit.held) > 0) & np.True_
     once = 1.0 / np.maximum(b.microbatches, 1)
     reduces = on * np.where(b.reduce_each, 1.0, once) * times
 

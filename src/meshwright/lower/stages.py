@@ -39,12 +39,12 @@ def bounding_ranks(batch: Batch, every_rank: bool = False) -> list[StageBlocks]:
         return [rank_blocks(batch, np.zeros(batch.n))]
     # The first of the longer stages is the slowest, and of the longer ones it has most micro-batches in flight.
     stages = batch.pp * batch.virtual
-    longest = np.mod(np.minimum(_long_stages(batch, stages)[1], stages - 1), batch.pp)
+    longest = np.mod(np.minimum(schedules.longer_stages(batch.model.layers, stages)[1], stages - 1), batch.pp)
     picks = [np.zeros(batch.n), np.minimum(1.0, last), longest, last]
     if (
         batch.model.dense_layers and batch.model.experts
     ):  # the first longer stage with nothing but experts is fuller still
-        least, first, _ = _long_stages(batch, stages)
+        least, first, _ = schedules.longer_stages(batch.model.layers, stages)
         skipped = np.ceil(np.maximum(batch.model.dense_layers - first * least, 0.0) / (least + 1))
         picks.insert(-1, np.mod(np.minimum(first + skipped, stages - 1), batch.pp))
     return [rank_blocks(batch, rank) for rank in picks]
@@ -116,7 +116,7 @@ def blocks_by_stage(batch: Batch, of_rank: StageBlocks) -> list[tuple[Array, dic
         return [(~several * 1.0, of_rank.counts), *rows]
     model, stages = batch.model, batch.pp * batch.virtual
     kind = model.kinds[0]
-    least, start, end = _long_stages(batch, stages)
+    least, start, end = schedules.longer_stages(batch.model.layers, stages)
     first, last = of_rank.counts["embedding"], of_rank.counts["head"]
     firsts, lasts = ((start <= s) & (s < end) for s in (0, stages - 1))  # whether the ends are longer stages
     ends = [first * ~firsts + last * ~lasts, first * firsts + last * lasts]
@@ -185,7 +185,7 @@ def _blocks_of_one_kind(batch: Batch, rank: Array, v_shaped: Array) -> StageBloc
     """`rank_blocks` in closed form, if all layers are of one kind: a rank has V times the length of the short stages, and one layer more
     for each of its stages in the range [start, end) of long ones. Of these, ⌊(end−1−r)/P⌋ − ⌊(start−1−r)/P⌋ are r modulo P."""
     model, pp, stages = batch.model, batch.pp, batch.pp * batch.virtual
-    least, start, end = _long_stages(batch, stages)
+    least, start, end = schedules.longer_stages(batch.model.layers, stages)
     looped = np.floor((end - 1 - rank) / pp) - np.floor((start - 1 - rank) / pp)
     back = stages - 1 - rank
     folded = ((start <= rank) & (rank < end)) * 1.0 + ((start <= back) & (back < end))
@@ -260,11 +260,6 @@ def bounds(batch: Batch, stage: np.ndarray, stages: Array) -> tuple[np.ndarray, 
         edges = np.concatenate([[0], np.cumsum(lengths)])
         start[..., at], end[..., at] = edges[stage[..., at]], edges[stage[..., at] + 1]
     return start.astype(int), end.astype(int)
-
-
-def _long_stages(batch: Batch, stages: Array) -> tuple[Array, Array, Array]:
-    """Layers every stage has at least, and the first and last+1 stage that have one more."""
-    return schedules.longer_stages(batch.model.layers, stages)
 
 
 def in_flight(batch: Batch, rank: Array, gradients: Array = 0.0) -> Array:

@@ -99,13 +99,10 @@ def _add_weight_gathers(program: StepProgram) -> None:
         for group, load in groups.items():
             share = _share_of_unit(program, kind, load) if group == "dense" and batch.wraps else None
             unit = load if share is None else Load(*(x / np.where(share > 0, share, 1.0) for x in load))
-            size, on = (
-                gradients.gathered_weights(batch, group, unit),
-                (batch.zero == 3) & batch.sharded(group),
-            )
+            size, on = gradients.gathered_weights(batch, group, unit), (batch.zero == 3) & batch.sharded(group)
             program.gathered[kind] = program.gathered[kind] + np.where(on, size, 0.0)
             program.unit_elements[kind] = program.unit_elements.get(kind, 0.0) + np.where(on, unit.held, 0.0)
-            for phase, ops in gradients.unit_ops(batch, group, load, share).items():
+            for phase, ops in gradients.unit_ops(batch, group, unit, 1.0 if share is None else share).items():
                 program.blocks[kind, phase] = ops + program.blocks[kind, phase]
 
 
@@ -123,10 +120,7 @@ def _with_other_end(program: StepProgram, kind: str) -> dict[str, Load]:
 def _share_of_unit(program: StepProgram, kind: str, load: Load) -> Array:
     """Share of a block in its ZeRO unit of several layers, or in its stage; taken in the longest stage, which bounds the step."""
     batch, model = program.batch, program.batch.model
-    stages = np.where(batch.pp > 1, batch.pp * batch.virtual, 1.0)
-    longest = np.ceil(model.layers / stages)
-    for lengths, at in batch.uneven.items():
-        longest[at] = max(lengths)
+    stages, longest = batch.stages, batch.longest_stage()
     units = 1.0 if kind not in model.kinds else np.ceil(longest / batch.wrap) / longest
     layers = [(model.layer_count(block) / stages, block) for block in model.kinds]
     ends = [(1.0 / stages, end) for end in ENDS]

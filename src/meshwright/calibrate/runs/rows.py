@@ -5,8 +5,7 @@ family; if recompute is not published, the least recompute that fits is assumed.
 shape of its model, its GPUs or its batch is refused with the reason.
 
     row_model     name and numbers → catalog entry or built shape, held to the published number of parameters
-    row_cluster   card and network → catalog cluster
-    row_plan      degrees, batch, schedule, ZeRO → plan and workload
+    row_plan      card and network → catalog cluster; degrees, batch, schedule, ZeRO → plan and workload
 
 What the free text of a row says of its stack and its schedule, where the columns cannot express it.
 
@@ -29,22 +28,22 @@ A reading is used only if the resulting plan is legal.
 import csv
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from meshwright.calibrate.runs.row_model import MODEL_COLUMNS, PublishedRun, number, read_model, refusal
 from meshwright.calibrate.runs.row_plan import CLUSTER_COLUMNS, read_cluster, read_plan
 from meshwright.describe import catalog
-from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
-from meshwright.describe.model import Model
 from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError
 from meshwright.units import Json
 
 __all__ = ["PublishedRun", "case", "number", "read"]
 
+Cells = tuple[str, ...]
 LIMIT = 200_000_000
 CACHED = 4096  # models, clusters and stacks of rows
 UNNAMED = "unnamed"  # a stack that free text does not name either (`left_out.without_stacks`)
@@ -106,8 +105,8 @@ def case(row: dict[str, str]) -> PublishedRun:
             raise refusal("LoRA trains adapters only, which a plan cannot express")
         _check_numbers(out)
         stack = _stack(out)
-        model, assumed = _model(tuple(out.row[name] for name in MODEL_COLUMNS))
-        cluster, more = _cluster(tuple(out.row[name] for name in CLUSTER_COLUMNS))
+        model, assumed = _read(read_model, MODEL_COLUMNS, tuple(out.row[name] for name in MODEL_COLUMNS))
+        cluster, more = _read(read_cluster, CLUSTER_COLUMNS, tuple(out.row[name] for name in CLUSTER_COLUMNS))
         out.assumed += (*assumed, *more)
         out.config = Config(model, cluster, stack=stack)
         read_plan(out)
@@ -128,19 +127,10 @@ def _check_numbers(c: PublishedRun) -> None:
 
 
 @lru_cache(CACHED)
-def _model(cells: tuple[str, ...]) -> tuple[Model, tuple[str, ...]]:
-    """The model of a row with these cells, and what it assumes. Most rows of a source share few models."""
-    c = PublishedRun(dict(zip(MODEL_COLUMNS, cells, strict=True)))
-    model = read_model(c)
-    return model, tuple(c.assumed)
-
-
-@lru_cache(CACHED)
-def _cluster(cells: tuple[str, ...]) -> tuple[Cluster, tuple[str, ...]]:
-    """The cluster of a row with these cells, and what it assumes."""
-    c = PublishedRun(dict(zip(CLUSTER_COLUMNS, cells, strict=True)))
-    cluster = read_cluster(c)
-    return cluster, tuple(c.assumed)
+def _read(part: Callable[[PublishedRun], Any], columns: Cells, cells: Cells) -> tuple[Any, Cells]:
+    """The model or the cluster of a row with these cells, and what it assumes. Most rows of a source share few."""
+    c = PublishedRun(dict(zip(columns, cells, strict=True)))
+    return part(c), tuple(c.assumed)
 
 
 def _stack(c: PublishedRun) -> Stack:

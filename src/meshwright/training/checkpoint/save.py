@@ -200,7 +200,6 @@ class Saver:
         self.report: Report = report if is_first(group) else lambda kind, step, text, **fields: None
         self.sync = sync if is_first(group) else lambda: None
         self.stalled_s = 0.0
-        self.saved_step: int | None = None  # the last one that is complete
         self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: MeshwrightError | None = None
@@ -281,7 +280,6 @@ class Saver:
             self._fail(state.step, MeshwrightError("MW-CKPT-007", f"cannot save step {state.step}", why=why))
         else:
             seconds = time.perf_counter() - began
-            self.saved_step = state.step
             text = f"saved {path.name}: {format_bytes(size)} in {format_seconds(seconds)}"
             self.report("checkpoint-finished", state.step, text, bytes=size, seconds=seconds)
 

@@ -253,11 +253,8 @@ def verify_hashes(folder: Path) -> None:
 
 
 def file_hash(path: Path) -> str:
-    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise MeshwrightError("MW-DATA-003", f"cannot read '{path}'", why=error.strerror or str(error)) from None
-    return digest.hexdigest()

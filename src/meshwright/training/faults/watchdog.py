@@ -174,7 +174,6 @@ class Watchdog(Hook):
         self.seconds: deque[float] = deque(maxlen=KEPT)
         self.own: deque[float] = deque(maxlen=9)
         self.earlier: deque[float] = deque(maxlen=16 * 9)
-        self.last_step_end = 0.0
         self.last_measured = -1
         self.seen: tuple[Any, ...] = ()
         self.moved = time.monotonic()
