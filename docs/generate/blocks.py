@@ -41,6 +41,7 @@ REPEATABLE = (
     "migrate",
     "validate",
     "calibrate",
+    "explain",
 )
 BLOCK = re.compile(r"(?:^<!-- (slow|not run: [^\n]+) -->\n)?^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TIMING = re.compile(r"\bin [\d.,]+ m?s\b")

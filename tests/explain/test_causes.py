@@ -4,6 +4,8 @@ The traces were recorded with `traced_training.py`: on two CPU processes with gl
 H200 with Transformers' Llama (torch 2.11). Arguments that `explain` does not read were left out of them, and the operators inside the loader.
 """
 
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -157,3 +159,30 @@ def test_parts_of_a_slow_loader_and_of_waiting_are_their_sizes():
         explained("ddp-item").parts[0][HOST, SYNCHRONISING] > 4 * 0.009
     )  # two layers sleep a tenth of 0.3 s behind .item()
     assert explained("ddp-no-overlap").parts[0][COMMUNICATION, "dp"] > 0
+
+
+@pytest.mark.slow
+def test_a_slow_loader_is_named_in_a_run_of_today(tmp_path):
+    """The whole way: a program on two processes, its traces, and their explanation."""
+    script = Path(__file__).parent / "traced_training.py"
+    words = [
+        script,
+        tmp_path,
+        "--parallel",
+        "ddp",
+        "--fault",
+        "slow-loader",
+        "--delay",
+        "0.6",
+        "--steps",
+        "2",
+        "--layers",
+        "2",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *map(str, words)],
+        check=True, capture_output=True, timeout=240,
+    )  # fmt: skip
+    e = explain_traces(read_traces([tmp_path]))
+    assert e.causes[0].cause == "data loader"
+    assert 0.5 < e.causes[0].seconds < e.step_s

@@ -140,7 +140,7 @@ def with_usual(products: list[TracedProduct], device: Accelerator | None) -> lis
     best = max(fair, default=0.0)
     if device is not None:
         return [
-            replace(p, usual_s=expected_seconds(p, device), slow=SLOW)
+            replace(p, typical_s=p.seconds, usual_s=expected_seconds(p, device), slow=SLOW)
             if p.dtype in device.peak
             else replace(p, usual_s=p.typical_s)
             for p in products

@@ -231,7 +231,8 @@ def _trace(path: Path, columns: EventColumns, about: Json, notes: list[str]) -> 
     rank = _whole(distributed.get("rank", own.get("rank")))
     if rank < 0:
         rank = rank_in_name(path.name)
-        notes.append(f"the file does not name its rank: taken as {rank}, from its name")
+        if "rank" not in path.name:
+            notes.append(f"the trace does not say its rank: taken as {rank}, from the name of the file")
     base = about.get("baseTimeNanoseconds", 0)
     clock = float(base) if _is_time(base) or isinstance(base, int) else 0.0
     if "origin_s" in own and _is_time(own["origin_s"]):

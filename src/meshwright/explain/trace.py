@@ -98,9 +98,7 @@ class RankTrace:
     events: EventTable
     origin_ns: int = 0  # time of the host's clock at 0
     host: str = ""  # ranks of one host share a clock
-    groups: dict[str, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # name and description of a process group → its ranks
+    groups: dict[str, ListedGroup] = field(default_factory=dict)  # by the name of a process group
     devices: tuple[Json, ...] = ()  # "deviceProperties"
     steps: tuple[NamedSpan, ...] = ()  # steps that the file itself lists, beside those in its events
     peak_bytes: int = 0  # most bytes that the allocator had given out (a profile with profile_memory); 0: not traced
