@@ -87,6 +87,16 @@ def test_the_parts_of_a_prediction_respond_to_their_numbers_alone():
         assert ratio[others] == pytest.approx(1, rel=0.1)
 
 
+def test_the_bubble_is_no_part():
+    """A pipeline of eight stages waits half of a step of eight micro-batches, and a tenth of one of 64: a micro-batch has the same products."""
+    plan = {"pp": 8, "tp": 2, "microbatch": 1, "schedule": "gpipe"}
+    few, many = (
+        configure("llama3-8b", "dgx-h100", stack="megatron-core", gpus=16, plan=plan, batch=batch) for batch in (8, 64)
+    )
+    products = [part_times(c, numbers_of(c.stack)[None])[0][0] / c.workload.batch for c in (few, many)]
+    assert products[0] == pytest.approx(products[1], rel=0.02)
+
+
 def test_known_numbers_are_found_again_by_a_wide_prior_and_half_way_by_a_narrow_one():
     config = gpu_config()
     truth = np.add(numbers_of(config.stack), [0.0, 0.3, -0.2, 0.4, 0.0, 0.0])

@@ -125,6 +125,16 @@ def test_a_device_that_all_reached_is_the_transport(tmp_path):
     assert explained(tmp_path).kind == "transport"
 
 
+def test_sizes_that_may_differ_are_no_difference(tmp_path):
+    """Experts send what the router chose: rank 1 is missing at call 2, not wrong at call 1."""
+    calls = {r: [nccl_call(1, "completed", operation="all_to_all", size=100 + r)] for r in range(2)}
+    calls[0].append(nccl_call(2, "started", at=5))
+    calls[0][0]["state"], calls[0][0]["retired"] = "started", False
+    write_nccl(tmp_path, calls, {"0": range(2)})
+    report = explained(tmp_path)
+    assert (report.kind, report.culprits) == ("missing", (1,))
+
+
 def test_messages_are_matched_by_their_ends(tmp_path):
     """A pipeline: rank 1 receives twice, rank 0 sent once and is done."""
     calls = {

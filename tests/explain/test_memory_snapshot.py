@@ -3,6 +3,7 @@
 import pickle
 import random
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -109,17 +110,20 @@ def test_the_peak_is_found_and_its_categories_add_up(tmp_path):
     assert (report.moment, report.largest_free, report.notes) == ("peak", 3 * MIB, ())
 
 
-def test_a_record_that_begins_late_has_the_same_peak(tmp_path):
-    """The ring buffer overwrote the first step: what was there before is known by what is freed later or still there."""
+@pytest.mark.parametrize("second_activations", [False, True])
+def test_a_record_that_begins_late_has_the_same_peak(tmp_path, second_activations):
+    """The ring buffer overwrote the beginning: what was there before is known by what is freed later or still there."""
     device = train()
     whole = read_snapshot(written(tmp_path, device.snapshot(64 * MIB)))[0]
     middle = next(i for i, e in enumerate(device.trace) if e["frames"] == ADAM) + 4
+    if second_activations:  # the record begins between the two activations of the second step
+        middle = next(i for i, e in enumerate(device.trace) if i > middle and e["frames"] == FORWARD) + 1
     late = device.snapshot(64 * MIB) | {"device_traces": [device.trace[middle:]]}
     for block in late["segments"][0]["blocks"]:
         block["frames"] = []
     (report,) = read_snapshot(written(tmp_path, late))
     assert (report.allocated, report.reserved) == (whole.allocated, whole.reserved)
-    assert report.by_category["before"] == 6 * MIB
+    assert report.by_category["before"] == (6 + 4 * second_activations) * MIB
     assert "began after" in report.notes[0]
 
 
@@ -151,6 +155,9 @@ def test_explain_knows_a_snapshot_by_its_content(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "activations" in shown
     assert "model.py:9" in shown
+    plan = Path(__file__).parents[2] / "examples" / "llama3-70b-64xh100.toml"
+    run_command("explain", [str(tmp_path / "snapshot.pickle"), "--plan", str(plan)])
+    assert "predicted" in capsys.readouterr().out
     assert not is_snapshot(tmp_path / "none")
 
 

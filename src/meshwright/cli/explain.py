@@ -5,8 +5,11 @@ from typing import Any
 
 from meshwright.cli.options import described
 from meshwright.cli.output import patient, writable
+from meshwright.describe.config import configure
 from meshwright.describe.files import write_text
+from meshwright.describe.result import Prediction
 from meshwright.errors import MeshwrightError
+from meshwright.predict.prediction import predict
 from meshwright.view.tables import present
 
 
@@ -41,7 +44,8 @@ def command(
     from meshwright.view.traces import as_dict, page
 
     if all(map(is_snapshot, files)):
-        snapshots(files, html, as_json)
+        wanted = configure(model, cluster, plan=plan or None, gpus=gpus, set=set) if plan or model else None
+        snapshots(files, predict(wanted) if wanted else None, html, as_json)
         return
     with patient("reading traces", measurable=False):
         explanation = explain_traces(read_traces(files))
@@ -63,15 +67,16 @@ def flight_records(folder: Path, html: str, as_json: bool) -> None:
     present(page(report), report.as_dict(), as_json)
 
 
-def snapshots(files: list[Path], html: str, as_json: bool) -> None:
-    """Say what filled the devices at their peaks, from memory snapshots."""
+def snapshots(files: list[Path], prediction: Prediction | None, html: str, as_json: bool) -> None:
+    """Say what filled the devices at their peaks, from memory snapshots, beside the prediction of a plan."""
     from meshwright.explain.memory_snapshot import read_snapshot
     from meshwright.view.memory_snapshot import page
 
     with patient("reading memory snapshots", measurable=False):
         reports = [report for file in files for report in read_snapshot(file)]
-    write_page(html, "memory at the peak", page(reports))
-    present(page(reports), {"devices": [report.as_dict() for report in reports]}, as_json)
+    predicted = {"predicted_gib_by_stage": prediction.memory_by_stage} if prediction else {}
+    write_page(html, "memory at the peak", page(reports, prediction))
+    present(page(reports, prediction), {"devices": [report.as_dict() for report in reports], **predicted}, as_json)
 
 
 def write_page(html: str, title: str, shown: Any) -> None:

@@ -51,6 +51,8 @@ ROUNDS, SLOPE, LARGEST_STEP = 12, 0.02, 0.7
 LEAST_SHARE = 0.005  # of the step: a smaller part is not used
 SAME_WORK = 1.6  # products of the trace over those of the plan: further apart, it is another program
 UNEVEN = 1.5  # slowest over fastest traced step
+LARGEST_RESIDUAL = 0.5  # of fitted factors, relative
+Size = tuple[str, int, int]  # operation, ranks, bytes
 LIMITS = {"products": (1e-3, 2.0), "attention_rate": (1e-3, 2.0), "elementwise": (0.05, 20.0), "network": (1e-3, 2.0)}
 
 
@@ -85,7 +87,7 @@ class TraceCalibration:
 def calibrate_from_trace(explanation: TraceExplanation, config: Config, name: str = "") -> TraceCalibration:
     """The cluster and the stack of a configuration, adjusted to a trace of it."""
     notes = check_program(explanation, config)
-    links = fitted_links(config.cluster, explanation)
+    links = fitted_links(config.cluster, explanation, notes)
     cluster = with_links(config.cluster, links)
     measured = measured_parts(explanation)
     stack, prior = config.stack, prior_of(config.stack)
@@ -225,23 +227,32 @@ def posterior(
     return fitted
 
 
-def fitted_links(cluster: Cluster, explanation: TraceExplanation) -> tuple[FittedFactors, ...]:
-    """Factors of the operations in the trace: seconds of each collective from the arrival of its last rank."""
-    seconds: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+def fitted_links(cluster: Cluster, explanation: TraceExplanation, notes: list[str]) -> tuple[FittedFactors, ...]:
+    """Factors of the operations in the trace: seconds of each collective from the arrival of its last rank. Where that is not known, the shortest
+    call of a size waited least; a send ends when its receiver is there, so messages are measured by their receives."""
+    waited, shortest = defaultdict[Size, list[float]](list), defaultdict[Size, list[float]](list)
     for r in explanation.run.ranks:
         c = r.collectives
         for i, (kind, ranks) in enumerate(zip(c.kind, c.ranks, strict=True)):
-            operation = OPERATIONS.get(kind.replace("-", "_"), "point-to-point" if kind in ("send", "receive") else "")
+            operation = "point-to-point" if kind == "receive" else OPERATIONS.get(kind, "") if kind != "send" else ""
             count = 2 if operation == "point-to-point" else len(ranks)
-            if operation and count > 1 and c.bytes[i] > 0 and c.end[i] > r.last_start[i]:
-                seconds[operation, count, int(c.bytes[i])].append(float(c.end[i] - r.last_start[i]) / 1e9)
+            seconds = float(c.end[i] - r.last_start[i]) / 1e9
+            if operation and count > 1 and c.bytes[i] > 0 and seconds > 0:
+                (shortest if r.last_rank[i] < 0 else waited)[operation, count, int(c.bytes[i])].append(seconds)
+    typical = {size: min(times) for size, times in shortest.items()}
+    typical |= {size: statistics.median(times) for size, times in waited.items()}
     points: dict[tuple[str, bool], list[Point]] = defaultdict(list)
-    for (operation, count, size), times in seconds.items():
-        middle = statistics.median(times)
-        timed = {"median_s": middle, "low_s": middle, "high_s": middle, "samples": len(times)}
+    for (operation, count, size), middle in typical.items():
+        timed = {"median_s": middle, "low_s": middle, "high_s": middle, "samples": 1}
         point = Point(operation=operation, backend="trace", ranks=tuple(range(count)), bytes=size, **timed)
         points[operation, count > cluster.node_size].append(point)
-    return tuple(fit(cluster, operation, of, across) for (operation, across), of in points.items())
+    links = [fit(cluster, operation, of, across) for (operation, across), of in points.items()]
+    notes += [
+        f"{f.operation}: its times follow no factors on the formula (residual {f.residual:.0%}), so they are the cluster's"
+        for f in links
+        if f.residual > LARGEST_RESIDUAL
+    ]
+    return tuple(f for f in links if f.residual <= LARGEST_RESIDUAL)
 
 
 def with_links(cluster: Cluster, links: Sequence[FittedFactors]) -> Cluster:
