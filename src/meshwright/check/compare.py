@@ -338,7 +338,7 @@ class StepPair:
 
     @cached_property
     def modules(self) -> StepModules:
-        return StepModules(self.one, self.many, self.naming.rename, self.batch_dims, cut=self.cut)
+        return StepModules(self.one, self.many, self.naming.rename, self.batch_dims, cut=self.cut, places=self.coordinates)
 
     def module_errors(self, tolerance: Tolerance) -> Iterator[tuple[str, ErrorAndBound, ErrorAndBound]]:
         for name, forward, backward in self.modules.errors() if self.single else ():

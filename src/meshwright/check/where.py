@@ -47,7 +47,7 @@ def elements_of(entry: RecordedValue) -> int:
 
 @dataclass
 class StepModules:
-    """The outputs of modules of both runs; `rows[kind][name]` are (rank, match), in the order of computation."""
+    """The outputs of modules of both runs; `rows[kind][name]` are (rank, match), in the order in which the reference computes them."""
 
     one: list[RankStep]
     many: list[RankStep]
@@ -56,6 +56,7 @@ class StepModules:
     rows: dict[str, dict[str, list[tuple[int, Match]]]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
     unmatched: list[str] = field(default_factory=list)
     cut: Mapping[int, set[str]] = field(default_factory=dict)  # by rank: modules of which other ranks have layers
+    places: Sequence[Mapping[str, int]] = ()  # by rank: its place on every axis
 
     def __post_init__(self) -> None:
         self.samples = {kind: samples_of(self.one, kind, self.batch_dims[0]) for kind in KINDS}
@@ -69,16 +70,24 @@ class StepModules:
                     self.found[step.rank].append((key, entry.call, match))
                     self.rows["output"].setdefault(key, []).append((step.rank, match))
         shared = self.independent_of_samples()
-        for step in self.many:
-            scale = 0.0  # between the two runs' gradients before the reduction: the same for all modules of a rank
+        scales: dict[object, float] = {}
+        for step in sorted(self.many, key=lambda step: not step.of("loss")):  # stages of a pipeline after the last one
+            pipeline = self.pipeline_of(step.rank)
             for entry in step.of("output gradient"):
                 for i, row in enumerate(self.rows_of(entry)):
                     place = places.get((step.rank, self.key(entry), entry.call, entry.index, i))
                     block = self.same_block(entry, place, row)
                     if place is not None and block is not None and self.key(entry) not in shared:
-                        scale = scale or ratio(row, block) or 1.0
+                        scale = scales.setdefault(pipeline, ratio(row, block) or 1.0)
                         match = Match(row, block, place.sample, place.start, scale)
                         self.rows["output gradient"].setdefault(self.key(entry), []).append((step.rank, match))
+        for kind, rows in self.rows.items():
+            self.rows[kind] = {key: rows[key] for key in self.samples[kind] if key in rows}
+
+    def pipeline_of(self, rank: int) -> object:
+        """The ranks that share one scale between the two runs' gradients before the reduction: the stages of one copy of the model."""
+        place = self.places[rank] if self.places else {}
+        return tuple(sorted((axis, at) for axis, at in place.items() if axis != "pp")) if "pp" in place else rank
 
     def independent_of_samples(self) -> set[str]:
         """Modules whose output is the same for other samples: positions, for instance. The gradient in it is a sum over the samples of a

@@ -37,5 +37,17 @@ def same_data(chosen):
     common.micro_batches = lambda chosen, step, place=0, ranks=1: plain(chosen, step, 0, ranks)
 
 
+def clips_each_micro_batch(chosen):
+    from accelerate import Accelerator
+
+    plain = Accelerator.backward
+
+    def backward(self, loss, **kwargs):
+        plain(self, loss, **kwargs)
+        self.clip_grad_norm_(self._models[0].parameters(), chosen.clip)
+
+    Accelerator.backward = backward
+
+
 def plant(chosen):
     globals()[chosen.bug](chosen)

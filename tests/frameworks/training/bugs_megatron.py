@@ -176,5 +176,42 @@ def step_of_one_rank_only(chosen):
     optimizer.FP32Optimizer.step_with_ready_grads = step
 
 
+def router_is_not_summed(chosen):
+    """Under sequence parallelism each rank routes a part of the sequence."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    plain = TopKRouter.__init__
+
+    def begin(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        self.weight.sequence_parallel = False
+
+    TopKRouter.__init__ = begin
+
+
+def router_is_detached(chosen):
+    """The probabilities of the experts are sent without their gradient."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    plain = MoELayer.router_and_preprocess if hasattr(MoELayer, "router_and_preprocess") else None
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    route = TopKRouter.forward
+
+    def forward(self, *args, **kwargs):
+        probabilities, chosen_experts = route(self, *args, **kwargs)
+        return probabilities.detach(), chosen_experts
+
+    TopKRouter.forward = forward
+    del plain
+
+
+def head_norms_are_not_summed(chosen):
+    """Of queries and keys: each rank's gradient is of its own heads."""
+    from megatron.core.distributed import finalize_model_grads as module
+
+    replace(module, "_allreduce_non_tensor_model_parallel_grads")
+
+
 def plant(chosen):
     globals()[chosen.bug](chosen)

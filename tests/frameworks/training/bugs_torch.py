@@ -238,5 +238,109 @@ def rate_is_scheduled_twice(chosen):
     common.optimizer_of = optimizer_of
 
 
+def small_parameters_are_not_decayed(chosen):
+    common.optimizer_of = lambda chosen, parameters: torch.optim.AdamW(
+        [
+            {"params": [p for p in (kept := list(parameters)) if p.ndim > 1]},
+            {"params": [p for p in kept if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-3,
+    )
+
+
+def gelu_is_approximated(chosen):
+    plain = F.gelu
+    F.gelu = lambda x: plain(x, approximate="tanh")
+
+
+def norms_have_another_epsilon(chosen):
+    plain = nn.LayerNorm.__init__
+
+    def begin(self, size):
+        plain(self, size, eps=1e-6)
+
+    nn.LayerNorm.__init__ = begin
+
+
+def replicas_are_not_reduced(chosen):
+    """Of HSDP: only the ranks of a shard group sum their gradients."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as private
+
+    plain = private.dist.all_reduce
+    private.dist.all_reduce = lambda tensor, *a, group=None, **k: (
+        plain(tensor, *a, group=group, **k) if group is None else None
+    )
+
+
+def clips_each_micro_batch(chosen):
+    import __main__ as script
+
+    losses = common.loss_of
+
+    class ClipAfter(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: script.clip(MODELS[0], chosen.clip)
+            )
+            return gradient
+
+    remember_models()
+    common.loss_of = lambda logits, labels: ClipAfter.apply(losses(logits, labels))
+
+
+def updates_each_micro_batch(chosen):
+    optimizers, losses = [], common.loss_of
+    plain = common.optimizer_of
+
+    def optimizer_of(chosen, parameters):
+        optimizers.append(plain(chosen, parameters))
+        return optimizers[0]
+
+    class UpdateAfter(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            torch.autograd.Variable._execution_engine.queue_callback(optimizers[0].step)
+            return gradient
+
+    common.optimizer_of = optimizer_of
+    common.loss_of = lambda logits, labels: UpdateAfter.apply(losses(logits, labels))
+
+
+def root_is_not_sharded(chosen):
+    """Of FSDP2: only the layers are; the gradients of what is outside of them are never reduced."""
+    import __main__ as script
+
+    plain = script.fully_shard
+    script.fully_shard = lambda module, **more: plain(module, **more) if isinstance(module, common.Block) else module
+
+
+def norm_counts_replicas(chosen):
+    """Of HSDP: the sums of squares of the shards are added over all ranks, those of replicas too."""
+    import __main__ as script
+
+    def clip_grad_norm_(parameters, limit):
+        gradients = [p.grad for p in parameters]
+        total = sum((g.to_local() ** 2).sum() for g in gradients)
+        torch.distributed.all_reduce(total)
+        nn.utils.clip_grads_with_norm_(script_parameters(gradients), limit, total.sqrt())
+        return total.sqrt()
+
+    def script_parameters(gradients):
+        return [p for p in PARAMETERS[0].parameters() if p.grad is not None]
+
+    PARAMETERS = MODELS
+    remember_models()
+    script.clip = lambda model, limit: clip_grad_norm_(list(model.parameters()), limit)
+
+
 def plant(chosen):
     globals()[chosen.bug](chosen)

@@ -14,10 +14,18 @@ class Embed(nn.Module):
             nn.Embedding(common.VOCAB, common.HIDDEN),
             nn.Embedding(common.SEQ, common.HIDDEN),
         )
-        self.weight = self.embedding.weight
 
     def forward(self, tokens):
         return self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Embedding(common.SEQ, common.HIDDEN)
+
+    def forward(self, x):
+        return x + self.positions(torch.arange(x.shape[1]))
 
 
 class Twice(common.Gpt):
@@ -33,11 +41,12 @@ class Twice(common.Gpt):
 
 def pipeline(chosen, stages):
     torch.manual_seed(0)
-    first, last = LayerSpec(Embed), LayerSpec(nn.Linear, common.HIDDEN, common.VOCAB, bias=False)
+    first, last = [LayerSpec(Embed)], LayerSpec(nn.Linear, common.HIDDEN, common.VOCAB, bias=False)
     if "tied" in chosen.layout:
-        first = TiedLayerSpec("embed", Embed)
-        last = TiedLayerSpec("embed", Embed, forward_fn=lambda module, x: x @ module.embedding.weight.t())
-    layers = [first, *(LayerSpec(common.Block) for _ in range(2)), LayerSpec(nn.LayerNorm, common.HIDDEN), last]
+        sizes = common.VOCAB, common.HIDDEN
+        first = [TiedLayerSpec("embed", nn.Embedding, *sizes), LayerSpec(Positions)]
+        last = TiedLayerSpec("embed", nn.Embedding, *sizes, forward_fn=lambda module, x: x @ module.weight.t())
+    layers = [*first, *(LayerSpec(common.Block) for _ in range(2)), LayerSpec(nn.LayerNorm, common.HIDDEN), last]
     made = PipelineModule(
         layers=layers,
         num_stages=stages,

@@ -6,7 +6,7 @@ import common
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -61,8 +61,13 @@ def parallel(model, chosen):
             fully_shard(layer, mesh=over, mp_policy=policy)
         fully_shard(model, mesh=over, mp_policy=policy)
     if "fsdp1" in layout:
+        over = {}
+        if "hybrid" in layout:  # replicas only: the groups of shards have one rank each
+            groups = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+            over = {"device_mesh": groups, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
         model = FullyShardedDataParallel(
             model,
+            **over,
             auto_wrap_policy=ModuleWrapPolicy({common.Block}),
             use_orig_params="flat" not in layout,
             device_id=torch.device("cpu"),
