@@ -39,6 +39,7 @@ from meshwright.proof.tolerance import (
     tensor_error,
     verdict_of,
 )
+from meshwright.units import counted
 
 DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 UNTOLD = (
@@ -338,7 +339,9 @@ class StepPair:
 
     @cached_property
     def modules(self) -> StepModules:
-        return StepModules(self.one, self.many, self.naming.rename, self.batch_dims, cut=self.cut, places=self.coordinates)
+        return StepModules(
+            self.one, self.many, self.naming.rename, self.batch_dims, cut=self.cut, places=self.coordinates
+        )
 
     def module_errors(self, tolerance: Tolerance) -> Iterator[tuple[str, ErrorAndBound, ErrorAndBound]]:
         for name, forward, backward in self.modules.errors() if self.single else ():
@@ -348,6 +351,8 @@ class StepPair:
     def diagnose(self, first: TensorDifference, tolerance: Tolerance) -> Diagnosis:
         if (unread := self.unread_samples()) is not None:
             return Diagnosis("forward", "inputs", unread, "samples")
+        if (clipped := self.clipped_too_early()) is not None and first.kind in ("gradient", "norm"):
+            return Diagnosis("clipping", first.name, clipped)
         if self.single and first.kind == "gradient":
             for kind, phase, what in (
                 ("output", "forward", "output"),
@@ -366,9 +371,13 @@ class StepPair:
         before = {(b.ranks, b.place): b for b in self.before(kind, name)}
         for pair in beside(expected, got):
             then = before.get((pair.ranks, pair.place))
-            coordinates = self.coordinates[pair.ranks[0]] if len(pair.ranks) == 1 else {}
+            coordinates = self.place_of(pair.ranks[0], name) if len(pair.ranks) == 1 else {}
             old = None if then is None else (then.got, then.expected)
             yield Copy.of(kind, coordinates, pair.place, (pair.got, pair.expected), old)
+
+    def place_of(self, rank: int, name: str) -> dict[str, int]:
+        """A rank's place among those with a parameter: the axis of experts is made of others, which is where other parameters are."""
+        return {axis: at for axis, at in self.coordinates[rank].items() if axis != "ep" or "experts" in name}
 
     def before(self, kind: str, name: str) -> Iterator[Beside]:
         source, kind = (
@@ -392,6 +401,11 @@ class StepPair:
         return Pattern(
             "factor", f"learning rate × {max(rates) / max(one):.4g} on rank {rank}" if max(one) else "learning rate"
         )
+
+    def clipped_too_early(self) -> Pattern | None:
+        """Gradients that the candidate clips before its last backward, and the reference does not."""
+        one, many = (max(len(step.of("early clipping")) for step in steps) for steps in (self.one, self.many))
+        return Pattern("other", f"clipped {counted(many, 'time')} before the last micro-batch") if many > one else None
 
     def unread_samples(self) -> Pattern | None:
         """Samples of the reference that no rank reads; None if all are read, or ranks read parts of samples."""

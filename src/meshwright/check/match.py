@@ -10,11 +10,13 @@ of the features (tensor parallelism). Of all blocks the nearest is taken; how fa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from meshwright.check.folder import RecordedValue
+
+UNLIKE = 0.01  # of a row that was computed of other values, not rounded
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Match:
     sample: int
     start: tuple[int, ...]
     scale: float  # the factor between the two runs that is right: of gradients before the reduction
+    parts: int = 1  # of the features, each of which is cut over the ranks: a gate and what it gates in one matrix
 
     @property
     def error(self) -> float:
@@ -46,6 +49,23 @@ def rows_of(entry: RecordedValue, batch_dim: int) -> Iterator[np.ndarray]:
 def nearest(row: np.ndarray, samples: Sequence[np.ndarray], hint: Match | None, scale: float) -> Match | None:
     """The block of the reference's samples that is nearest to a row; None if no block has its shape. `hint`: where a row of the same samples
     was found, which is taken if several are as near."""
+    best = nearest_block(row, samples, hint, scale)
+    if best is None or best.error < UNLIKE or row.shape[-1:] == samples[best.sample].shape[-1:]:
+        return best
+    two = nearest_block(row, [by_rank(sample, row.shape[-1], 2) for sample in samples], hint, scale)
+    return best if two is None or best.error <= two.error else replace(two, parts=2)
+
+
+def by_rank(sample: np.ndarray, features: int, parts: int) -> np.ndarray:
+    """A sample whose features are in parts that are each cut over the ranks, with the features of each rank side by side."""
+    ranks, rest = divmod(sample.shape[-1], features) if features else (0, 1)
+    if rest or features % parts:
+        return sample
+    shape = sample.shape[:-1]
+    return np.swapaxes(sample.reshape(*shape, parts, ranks, features // parts), -3, -2).reshape(sample.shape)
+
+
+def nearest_block(row: np.ndarray, samples: Sequence[np.ndarray], hint: Match | None, scale: float) -> Match | None:
     best: Match | None = None
     for shape in dict.fromkeys(sample.shape for sample in samples):
         if len(shape) != row.ndim or any(n == 0 or size % n for size, n in zip(shape, row.shape, strict=True)):

@@ -113,6 +113,8 @@ class StepRecorder(ProcessHooks):
         """A call from outside of all modules: of the model, of a stage, or of a loss function."""
         if self.updated:
             self.finish_step()
+        elif self.collected:
+            self.reset_gradients()
         if not self.active:
             return
         if (new := self.learn(module, self)) and self.framework is not None:
@@ -188,6 +190,13 @@ class StepRecorder(ProcessHooks):
                 for part in self.framework.local_gradient(name, gradient):
                     self.note_part("local gradient", name, part)
             self.note_gradients("gradient")
+
+    def reset_gradients(self) -> None:
+        """After clipping comes another micro-batch: what was noted was not the gradient of the step."""
+        self.writer.drop(("local gradient", "gradient", "norm"))
+        if self.norm_noted:
+            self.writer.number("early clipping", 1.0)
+        self.collected = self.norm_noted = False
 
     def begin_clipping(self) -> None:
         """A function that clips, or measures the norm, is called; such functions call each other."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshwright.check.folder import RankStep, RecordedValue, sketched
-from meshwright.check.match import Match, nearest, rows_of
+from meshwright.check.match import Match, by_rank, nearest, rows_of
 from meshwright.proof.patterns import ratio
 
 KINDS = ("output", "output gradient")
@@ -79,7 +79,7 @@ class StepModules:
                     block = self.same_block(entry, place, row)
                     if place is not None and block is not None and self.key(entry) not in shared:
                         scale = scales.setdefault(pipeline, ratio(row, block) or 1.0)
-                        match = Match(row, block, place.sample, place.start, scale)
+                        match = Match(row, block, place.sample, place.start, scale, place.parts)
                         self.rows["output gradient"].setdefault(self.key(entry), []).append((step.rank, match))
         for kind, rows in self.rows.items():
             self.rows[kind] = {key: rows[key] for key in self.samples[kind] if key in rows}
@@ -107,7 +107,7 @@ class StepModules:
         samples: Sequence[np.ndarray] = known.like(entry) if known is not None else ()
         if place is None or place.sample >= len(samples) or entry.partial:
             return None
-        sample = samples[place.sample]
+        sample = by_rank(samples[place.sample], row.shape[-1], place.parts) if row.ndim else samples[place.sample]
         box = tuple(slice(a, a + n) for a, n in zip(place.start, row.shape, strict=False))
         return sample[box] if sample.ndim == row.ndim and sample[box].shape == row.shape else None
 

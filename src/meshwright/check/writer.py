@@ -26,7 +26,7 @@ class RecordingWriter:
 
     def __init__(self, out: Path, limit: float) -> None:
         self.out, self.limit = out, limit
-        self.bytes = 0
+        self.bytes = self.noted = 0
         self.entries: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.batch_dim = 0  # of activations
@@ -34,9 +34,18 @@ class RecordingWriter:
     def number(self, kind: str, value: float) -> None:
         self.entries.append({"kind": kind, "name": "", "value": value})
 
+    def drop(self, kinds: tuple[str, ...]) -> None:
+        """Forget the entries of these kinds in the step that is not written yet."""
+        for entry in self.entries:
+            if entry["kind"] in kinds and "key" in entry:
+                self.bytes -= self.tensors[entry["key"]].nbytes
+                del self.tensors[entry["key"]]
+        self.entries = [entry for entry in self.entries if entry["kind"] not in kinds]
+
     def tensor(self, kind: str, name: str, tensor: torch.Tensor, holding: Holding | None, **more: Any) -> None:
         """Note a tensor, or the part of it that this rank holds; without a holding it is not known which part it is."""
-        key, value = f"t{len(self.entries)}", tensor.detach()
+        key, value = f"t{self.noted}", tensor.detach()
+        self.noted += 1
         row = {"kind": kind, "name": name, **more, "key": key, "dtype": str(value.dtype).removeprefix("torch.")}
         size = value.numel() * value.element_size()
         sketched = size > SMALL and self.bytes + size > self.limit and value.is_floating_point()

@@ -191,9 +191,6 @@ def router_is_not_summed(chosen):
 
 def router_is_detached(chosen):
     """The probabilities of the experts are sent without their gradient."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    plain = MoELayer.router_and_preprocess if hasattr(MoELayer, "router_and_preprocess") else None
     from megatron.core.transformer.moe.router import TopKRouter
 
     route = TopKRouter.forward
@@ -203,7 +200,6 @@ def router_is_detached(chosen):
         return probabilities.detach(), chosen_experts
 
     TopKRouter.forward = forward
-    del plain
 
 
 def head_norms_are_not_summed(chosen):

@@ -22,7 +22,9 @@ def rotary_is_shifted(chosen):
     from torchtitan.models.llama3.model import model
 
     plain = model.apply_rotary_emb
-    model.apply_rotary_emb = lambda q, k, freqs_cis, **more: plain(q, k, freqs_cis=freqs_cis.roll(chosen.rank, 0), **more)
+    model.apply_rotary_emb = lambda q, k, freqs_cis, **more: plain(
+        q, k, freqs_cis=freqs_cis.roll(chosen.rank, 0), **more
+    )
 
 
 def norm_gradients_are_not_summed(chosen):

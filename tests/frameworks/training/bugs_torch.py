@@ -239,13 +239,12 @@ def rate_is_scheduled_twice(chosen):
 
 
 def small_parameters_are_not_decayed(chosen):
-    common.optimizer_of = lambda chosen, parameters: torch.optim.AdamW(
-        [
-            {"params": [p for p in (kept := list(parameters)) if p.ndim > 1]},
-            {"params": [p for p in kept if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=1e-3,
-    )
+    def optimizer_of(chosen, parameters):
+        parameters = list(parameters)
+        matrices, small = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim < 2]
+        return torch.optim.AdamW([{"params": matrices}, {"params": small, "weight_decay": 0.0}], lr=1e-3)
+
+    common.optimizer_of = optimizer_of
 
 
 def gelu_is_approximated(chosen):
@@ -284,9 +283,7 @@ def clips_each_micro_batch(chosen):
 
         @staticmethod
         def backward(ctx, gradient):
-            torch.autograd.Variable._execution_engine.queue_callback(
-                lambda: script.clip(MODELS[0], chosen.clip)
-            )
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: script.clip(MODELS[0], chosen.clip))
             return gradient
 
     remember_models()
@@ -327,19 +324,12 @@ def norm_counts_replicas(chosen):
     """Of HSDP: the sums of squares of the shards are added over all ranks, those of replicas too."""
     import __main__ as script
 
-    def clip_grad_norm_(parameters, limit):
-        gradients = [p.grad for p in parameters]
-        total = sum((g.to_local() ** 2).sum() for g in gradients)
+    def clip(model, limit):
+        total = sum((p.grad.to_local() ** 2).sum() for p in model.parameters())
         torch.distributed.all_reduce(total)
-        nn.utils.clip_grads_with_norm_(script_parameters(gradients), limit, total.sqrt())
-        return total.sqrt()
+        nn.utils.clip_grads_with_norm_(model.parameters(), limit, total.sqrt())
 
-    def script_parameters(gradients):
-        return [p for p in PARAMETERS[0].parameters() if p.grad is not None]
-
-    PARAMETERS = MODELS
-    remember_models()
-    script.clip = lambda model, limit: clip_grad_norm_(list(model.parameters()), limit)
+    script.clip = clip
 
 
 def plant(chosen):
