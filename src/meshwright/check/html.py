@@ -7,9 +7,10 @@ Three lanes, each in the order in which it is computed: outputs (forward), gradi
 from html import escape
 from math import isnan, log10
 
-from meshwright.check.compare import ErrorAndBound, RunComparison
+from meshwright.check.compare import RunComparison
 from meshwright.check.folder import Recording
 from meshwright.check.page import page
+from meshwright.check.pair import ErrorAndBound
 from meshwright.view.html import as_html
 
 CELL, LANE, LEFT, TOP = 14, 26, 220, 44

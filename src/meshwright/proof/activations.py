@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.describe.sharding import KV_COPIES, even_range
+from meshwright.proof.first import first_that_reaches
 from meshwright.proof.parts import Copy, box_at
 from meshwright.proof.patterns import Pattern, pattern_of, ratio, same
 from meshwright.proof.records import Activations, Trace
@@ -69,11 +70,13 @@ def first_in_forward(sides: Sides) -> FirstDifference | None:
         if sides.stale is None and any(differs(c, c.expected) for c in copies):
             return sides.named("initial weights", piece.name, copies)
     outputs = activations(sides.one).outputs
-    wrong = {name: copies for name in outputs if (copies := wrong_copies(sides, "outputs", name))}
-    for name, copies in wrong.items():
-        around = name.rpartition(".")[0]
-        if around not in outputs or around in wrong or not comparable(sides, "outputs", around):
-            return sides.named("batch" if name in BATCH else "output", name, copies)
+    first = first_that_reaches(
+        outputs,
+        lambda name: bool(wrong_copies(sides, "outputs", name)),
+        lambda name: name in outputs and comparable(sides, "outputs", name),
+    )
+    if first is not None:
+        return sides.named("batch" if first in BATCH else "output", first, wrong_copies(sides, "outputs", first))
     losses = list(loss_copies(sides))
     if not losses and (last := first_in_backward(sides)):  # each rank has a part of the tokens: their gradients tell
         return replace(last, what="loss", name="")

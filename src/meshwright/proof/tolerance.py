@@ -61,18 +61,24 @@ class Tolerance:
     def of(cls, exact: Trace, *others: Trace, rounded: str = "") -> Tolerance:
         """From runs of one device against an exact one: in a narrower dtype, or `rounded` to it when gradients are sent, in another order."""
         dtype = rounded or others[0].dtype
-        spread: dict[tuple[str, str], list[float]] = {}
         pairs = [pair for other in others for pair in replicas(exact, other)]
-        for double, single in pairs:
-            for key, errors in errors_of(double, single, dtype):
-                known = spread.setdefault(key, [0.0] * len(errors))
-                spread[key] = [max(pair) for pair in zip(known, errors, strict=True)]
+        spread = spread_of(errors_of(double, single, dtype) for double, single in pairs)
         return cls(dtype, at_least_usual(spread, ("gradient", "parameter")))
 
 
 def verdict_of(differs: bool, untold: str) -> str:
     """One of three words; `untold` says why it cannot be told whether two trainings differ."""
     return "differs" if differs else "cannot be told" if untold else "equal within rounding"
+
+
+def spread_of(runs: Iterable[Iterable[tuple[tuple[str, str], list[float]]]]) -> dict[tuple[str, str], list[float]]:
+    """The largest error of every tensor over several runs, by kind and name, step by step."""
+    spread: dict[tuple[str, str], list[float]] = {}
+    for run in runs:
+        for key, errors in run:
+            known = spread.setdefault(key, [0.0] * len(errors))
+            spread[key] = [max(pair) for pair in zip(known, errors, strict=True)]
+    return spread
 
 
 def at_least_usual(

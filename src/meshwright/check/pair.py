@@ -1,0 +1,243 @@
+"""One step of two recordings, tensor by tensor: how far rounding goes, and what differs by more.
+
+Bounds are those of `verify` (`proof.tolerance`): of perturbed references where the dtype is not float64.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.check.folder import RankStep, Recording
+from meshwright.check.merge import Beside, Merged, beside
+from meshwright.check.translate import NameMap
+from meshwright.check.where import StepModules, cut_modules
+from meshwright.errors import MeshwrightError
+from meshwright.proof.tolerance import (
+    NEARLY_ZERO,
+    Tolerance,
+    at_least_usual,
+    error_beyond,
+    moved_elements,
+    spread_of,
+    tensor_error,
+)
+
+DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+STATES = ("state exp_avg", "state exp_avg_sq", "state momentum_buffer")
+DECIDING = ("gradient", "norm", "clipped gradient", *STATES, "parameter")
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor that differs: on which ranks, by how much."""
+
+    step: int
+    kind: str
+    name: str
+    ranks: tuple[int, ...]
+    error: float
+    bound: float
+
+    def __str__(self) -> str:
+        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks[:8]))}{' …' if len(self.ranks) > 8 else ''}"
+        of = f" of {self.name}" if self.name else ""
+        return f"step {self.step}: {self.kind}{of} on {ranks} is off by {self.error:.1e} (bound {self.bound:.1e})"
+
+
+class ErrorAndBound(NamedTuple):
+    """Of a module's output or the gradient in it, or of a parameter's tensor; NaN: not seen."""
+
+    error: float = float("nan")
+    bound: float = float("nan")
+
+    @property
+    def is_off(self) -> bool:
+        return self.error > self.bound
+
+
+class StepPair:
+    """One step of both runs."""
+
+    def __init__(
+        self,
+        reference: Recording,
+        candidate: Recording,
+        step: int,
+        naming: NameMap,
+        previous: StepPair | None,
+    ) -> None:
+        self.number, self.naming, self.previous = step, naming, previous
+        self.one, self.many = reference.step(step), candidate.step(step)
+        self.coordinates, self.axes = candidate.coordinates, candidate.axes
+        self.cut = cut_modules([rank["parameters"] for rank in candidate.ranks])
+        self.single = reference.world == 1
+        self.batch_dims = reference.batch_dim, candidate.batch_dim
+        self.compared: dict[str, int] = {}
+        self.errors: dict[str, float] = {}
+        self.gradients: dict[str, ErrorAndBound] = {}
+        self.growth = 1.0  # how many times further parameters were moved by rounding than in the perturbed references
+        self.unmapped: list[str] = []
+        self.tensors: dict[str, tuple[dict[str, Merged], dict[str, Merged]]] = {}
+        self.check_same_batch()
+
+    def of(self, kind: str) -> tuple[dict[str, Merged], dict[str, Merged]]:
+        """The tensors of a kind of the reference and of the candidate, by the reference's names."""
+        if kind not in self.tensors:
+            self.tensors[kind] = self.naming.reference(self.one, kind), self.naming.candidate(self.many, kind)
+        return self.tensors[kind]
+
+    @cached_property
+    def dtype(self) -> str:
+        """The narrowest that a module computes in."""
+        one, many = narrowest(self.one), narrowest(self.many)
+        if one != many:
+            raise MeshwrightError(
+                "MW-CHECK-015", f"the reference computes in {one} and the candidate in {many}",
+                why="Two dtypes round by different amounts", fix="record both with the same precision",
+            )  # fmt: skip
+        return one
+
+    def check_same_batch(self) -> None:
+        expected, got = self.samples_read
+        if self.alike and expected and got and not set(expected) & set(got):
+            raise MeshwrightError(
+                "MW-CHECK-014", f"the two recordings read different samples in step {self.number}",
+                why="Both runs must read the same global batch", fix="the same data, seed and global batch in both",
+            )  # fmt: skip
+
+    @cached_property
+    def samples_read(self) -> tuple[Counter[bytes], Counter[bytes]]:
+        one, many = (
+            Counter(row.tobytes() for s in steps for row in samples_read(s)) for steps in (self.one, self.many)
+        )
+        return one, many
+
+    @property
+    def alike(self) -> bool:
+        """Whether samples of both runs have one length: ranks of context parallelism read parts of them."""
+        return len({len(row) for rows in self.samples_read for row in rows}) == 1
+
+    # How much is rounding
+
+    def measure(self, perturbed: list[list[RankStep]], so_far: Tolerance | None) -> Tolerance:
+        """The bounds of this step: from the spread of the perturbed references, and never below an earlier step's.
+
+        Adam may move a parameter with a small gradient by a whole step because of rounding: that has been judged (`beyond_noise`). What the next
+        step computes from such parameters is further off in the same proportion."""
+        growth = self.previous.growth if self.previous is not None else 1.0
+        earlier = so_far.spread if so_far is not None else {}
+        lists = {
+            key: [*earlier.get(key, [0.0] * self.number), error * growth]
+            for key, (error,) in spread_of(map(self.errors_against, perturbed)).items()
+        }
+        return Tolerance(self.dtype, at_least_usual(lists, {kind for kind, _ in lists}))
+
+    def errors_against(self, steps: list[RankStep]) -> Iterator[tuple[tuple[str, str], list[float]]]:
+        """How far a perturbed reference is off, by kind and tensor."""
+        for kind in DECIDING:
+            expected, got = self.of(kind)[0], self.naming.reference(steps, kind)
+            for name in (n for n in expected if n in got):
+                scale = self.floor(kind, expected[name].sketched)
+                errors = [error_of(pair, scale) for pair in beside(expected[name], got[name])]
+                yield (kind, name), [max(errors, default=0.0)]
+        for name, forward, backward in StepModules(self.one, steps, {}, (self.batch_dims[0],) * 2).errors():
+            yield ("output", name), [float(np.nan_to_num(forward))]
+            yield ("output gradient", name), [float(np.nan_to_num(backward))]
+
+    def floor(self, kind: str, sketched: bool) -> float:
+        """The smallest scale that a tensor is measured against: a share of the largest of its kind."""
+        values = (
+            part.value for tensor in self.of(kind)[0].values() if tensor.sketched == sketched for part in tensor.parts
+        )
+        return NEARLY_ZERO[self.dtype] * max((float(np.abs(v).max(initial=0.0)) for v in values), default=0.0)
+
+    # What decides
+
+    def differences(self, tolerance: Tolerance) -> list[TensorDifference]:
+        out: list[TensorDifference] = []
+        for kind in DECIDING:
+            expected, got = self.of(kind)
+            order = list(reversed(expected)) if kind == "gradient" else list(expected)
+            self.unmapped += [f"{kind} of {n}: only in the {who}" for n, who in lonely(expected, got)]
+            for name in (n for n in order if n in got):
+                if (difference := self.judge(kind, name, tolerance)) is not None:
+                    out.append(difference)
+        return out
+
+    def judge(self, kind: str, name: str, tolerance: Tolerance) -> TensorDifference | None:
+        expected, got = (side[name] for side in self.of(kind))
+        if not expected.complete or any(part.shape != expected.shape for part in got.parts):
+            self.unmapped.append(f"{kind} of {name}: it is not known which part a rank holds")
+            return None
+        if not got.complete:
+            self.unmapped.append(f"{kind} of {name}: some elements are on no rank")
+        bound, floor = tolerance.bound(kind, self.number, name), self.floor(kind, expected.sketched)
+        error, wrong = 0.0, set[int]()
+        for pair in beside(expected, got):
+            off = error_of(pair, floor)
+            if kind == "parameter" and bound < off < np.inf:
+                raw, off = off, self.beyond_noise(pair, name, floor, tolerance)
+                self.growth = max(self.growth, raw / max(tolerance.spread[kind, name])) if tolerance.spread else 1.0
+            error = max(error, off)
+            wrong |= set() if off <= bound else set(pair.ranks)
+        self.compared[kind] = self.compared.get(kind, 0) + 1
+        if kind == "gradient":
+            self.gradients[name] = ErrorAndBound(error, bound)
+        self.errors[kind] = max(self.errors.get(kind, 0.0), error)
+        return TensorDifference(self.number, kind, name, tuple(sorted(wrong)), error, bound) if wrong else None
+
+    def beyond_noise(self, pair: Beside, name: str, floor: float, tolerance: Tolerance) -> float:
+        """The error of a parameter without what noise in its gradient explains: Adam divides by the gradient's size (`proof.tolerance`)."""
+        kind = "clipped gradient" if self.of("clipped gradient")[0] else "gradient"
+        expected, got = self.of(kind)[0].get(name), self.of("parameter")[1][name]
+        whole = expected.whole if expected is not None else None
+        part = next((p for p in got.parts if (p.rank,) == pair.ranks and p.place == pair.place), None)
+        adam = any(step.of("state exp_avg") for step in self.one)
+        if whole is None or part is None or pair.sketched or not adam:
+            return error_of(pair, floor)
+        noise = tolerance.bound("gradient", self.number, name) * max(
+            float(np.abs(whole).max(initial=0.0)), self.floor(kind, False)
+        )
+        rate = max((float(e.value[0]) for step in self.one for e in step.of("learning rate")), default=0.0)
+        steps = self.number + 1
+        moved = moved_elements([part.of(whole)] * steps, [noise] * steps, rate=rate)
+        return error_beyond(moved, pair.got, pair.expected, pair.whole, floor)
+
+    @cached_property
+    def modules(self) -> StepModules:
+        return StepModules(
+            self.one, self.many, self.naming.rename, self.batch_dims, cut=self.cut, places=self.coordinates
+        )
+
+    def module_errors(self, tolerance: Tolerance) -> Iterator[tuple[str, ErrorAndBound, ErrorAndBound]]:
+        for name, forward, backward in self.modules.errors() if self.single else ():
+            bounds = (tolerance.bound(kind, self.number, name) for kind in ("output", "output gradient"))
+            yield name, ErrorAndBound(forward, next(bounds)), ErrorAndBound(backward, next(bounds))
+
+
+def error_of(pair: Beside, floor: float) -> float:
+    return tensor_error(pair.got, pair.expected, pair.whole, floor)[0]
+
+
+def narrowest(steps: list[RankStep]) -> str:
+    seen = {DTYPES.get(e.dtype) for s in steps for e in s.of("output") + s.of("gradient")}
+    return next((dtype for dtype in ("bf16", "fp16", "fp32", "fp64") if dtype in seen), "fp32")
+
+
+def samples_read(step: RankStep) -> Iterator[np.ndarray]:
+    """The rows of the first input of every call of the model: token ids, or whatever it reads."""
+    inputs = step.of("input")
+    for entry in inputs:
+        if entry.index == 0 and entry.value.ndim >= 2 and entry.name == inputs[0].name:
+            yield from entry.value
+
+
+def lonely(expected: Mapping[str, Any], got: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield from ((name, "reference") for name in expected if name not in got)
+    yield from ((name, "candidate") for name in got if name not in expected)

@@ -1,0 +1,16 @@
+"""The first place at which two trainings part, in the order of computation: for proofs and for recordings."""
+
+from collections.abc import Callable, Iterable
+
+
+def first_that_reaches(names: Iterable[str], is_off: Callable[[str], bool], seen: Callable[[str], bool]) -> str | None:
+    """The first module whose output is off, and so is that of the module around it, where that can be compared: a part of a sum is not one
+    device's output, and right when the module around it has summed it."""
+    known: dict[str, bool] = {}
+
+    def off(name: str) -> bool:
+        if name not in known:
+            known[name] = is_off(name)
+        return known[name]
+
+    return next((n for n in names if off(n) and (not seen(around := n.rpartition(".")[0]) or off(around))), None)
