@@ -5,6 +5,7 @@ import zlib
 import common
 import torch
 from megatron.core import parallel_state as state
+from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -37,6 +38,8 @@ def config_of(chosen, cuts, stages, chunks, experts):
         more |= {"qk_layernorm": True}
     if "swiglu" in chosen.layout:
         more |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    if "sink" in chosen.layout:
+        more |= {"softmax_type": "learnable"}
     config = TransformerConfig(
         num_layers=4,
         hidden_size=32,
@@ -62,7 +65,7 @@ def config_of(chosen, cuts, stages, chunks, experts):
         deallocate_pipeline_outputs=False,
         batch_p2p_comm=chunks == 1,
         batch_p2p_sync=False,
-        add_bias_linear=not experts and "swiglu" not in chosen.layout,
+        add_bias_linear=(not experts or "biases" in chosen.layout) and "swiglu" not in chosen.layout,
         **more,
     )
     config.finalize_model_grads_func = finalize_model_grads
@@ -83,22 +86,18 @@ def fill(model):
                 int(parts[at])
                 + EXPERTS // state.get_expert_model_parallel_world_size() * state.get_expert_model_parallel_rank()
             )
-        cut = getattr(parameter, "tensor_model_parallel", False) and "local_experts" not in parts
-        ranks = state.get_tensor_model_parallel_world_size() if cut else 1
-        shape = [
-            n * (ranks if i == getattr(parameter, "partition_dim", -1) else 1) for i, n in enumerate(parameter.shape)
-        ]
+        marked = getattr(parameter, "tensor_model_parallel", False) and "local_experts" not in parts
+        dim = parameter.partition_dim if marked else 0 if parts[-1] == "softmax_offset" else -1
+        ranks = state.get_tensor_model_parallel_world_size() if dim >= 0 else 1
+        shape = [n * (ranks if i == dim else 1) for i, n in enumerate(parameter.shape)]
         name = (
             "embedding.word_embeddings.weight" if name == "output_layer.weight" and "tied" in TIED else ".".join(parts)
         )
         values = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.05
         values += float("norm" in name and name.endswith("weight"))
         if ranks > 1:
-            halves = values.chunk(2 if "linear_fc1" in name and GATED else 1, parameter.partition_dim)
-            values = torch.cat(
-                [half.chunk(ranks, parameter.partition_dim)[state.get_tensor_model_parallel_rank()] for half in halves],
-                parameter.partition_dim,
-            )
+            halves = values.chunk(2 if "linear_fc1" in name and GATED else 1, dim)
+            values = torch.cat([half.chunk(ranks, dim)[state.get_tensor_model_parallel_rank()] for half in halves], dim)
         parameter.data.copy_(values)
 
 
@@ -161,6 +160,10 @@ def main():
             vp_stage=chunk if chunks > 1 else None,
         )
         fill(model)
+        if "marked" in layout:  # what pull request 7530 does
+            for name, parameter in model.named_parameters():
+                if name.endswith("softmax_offset"):
+                    tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         models.append(Float16Module(config, model) if chosen.dtype == "bf16" else model)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

@@ -11,6 +11,9 @@ from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, wrap_m
 from meshwright.check.holdings import Holding, cut, whole
 
 
+UNMARKED = {"softmax_offset": 0}  # parameters that are cut over tp and do not say so: the dimension
+
+
 class Megatron(FrameworkAdapter):
     name = "megatron-core"
     batch_dim = 1  # activations are [sequence, batch, features]
@@ -36,8 +39,9 @@ class Megatron(FrameworkAdapter):
         copied = getattr(parameter, "shared_embedding", False) and name.endswith("output_layer.weight")
         original = "embedding.word_embeddings.weight" if copied else ""  # the last stage's copy
         index, of = self.place["etp" if not getattr(parameter, "allreduce", True) else "tp"]
-        dim = getattr(parameter, "partition_dim", -1)
-        if not getattr(parameter, "tensor_model_parallel", False) or dim < 0 or of == 1:
+        unmarked = UNMARKED.get(name.rpartition(".")[2], -1)
+        dim = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else unmarked
+        if dim < 0 or of == 1:
             return [HeldPart(tensor, whole(tensor), original)]
         gated = self.gated and ".linear_fc1." in name
         stride = 2 if gated else getattr(parameter, "partition_stride", 1)
