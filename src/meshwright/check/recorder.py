@@ -158,11 +158,9 @@ class StepRecorder(ProcessHooks):
         with self.timed():
             self.calls[name] += 1
             for i, tensor in enumerate(tensors_in(output)):
-                if isinstance(tensor, nn.Parameter):  # a bias that is added later: not computed here
-                    continue
                 place = {"call": self.calls[name] - 1, "index": i}
                 self.note("output", name, tensor, **place)
-                if tensor.requires_grad:
+                if tensor.requires_grad and not isinstance(tensor, nn.Parameter):  # a bias that is added later
                     tensor.register_hook(
                         lambda g, name=name, place=place: self.note("output gradient", name, g, **place)
                     )
