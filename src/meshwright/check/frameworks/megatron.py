@@ -40,7 +40,9 @@ class Megatron(FrameworkAdapter):
         original = "embedding.word_embeddings.weight" if copied else ""  # the last stage's copy
         index, of = self.place["etp" if not getattr(parameter, "allreduce", True) else "tp"]
         unmarked = UNMARKED.get(name.rpartition(".")[2], -1)
-        dim = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else unmarked
+        dim = (
+            getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else unmarked
+        )
         if dim < 0 or of == 1:
             return [HeldPart(tensor, whole(tensor), original)]
         gated = self.gated and ".linear_fc1." in name
