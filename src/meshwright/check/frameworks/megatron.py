@@ -10,7 +10,6 @@ from torch import nn
 from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, wrap_method
 from meshwright.check.holdings import Holding, cut, whole
 
-
 UNMARKED = {"softmax_offset": 0}  # parameters that are cut over tp and do not say so: the dimension
 
 
