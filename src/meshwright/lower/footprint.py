@@ -175,7 +175,7 @@ def saved(b: Batch, block: ParameterBlock, element: float, recompute: bool = Tru
             add(s.part, size * np.where(kept_core, 1.0, 0.0) if s.name in CORE else size)
     for linear in block.linears:
         if linear.saves_input:
-            kept = kept_bytes(b, linear, element)
+            kept: Array = kept_bytes(b, linear, element)
             if b.stack.reuses_saved and linear.style in ("column", "keys"):
                 # A compiled layer gathers the output of a norm again, which it computes again from the input of the norm.
                 kept = np.where(b.sp & (b.tp > 1), 0.0, kept)
