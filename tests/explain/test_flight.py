@@ -14,7 +14,8 @@ import pytest
 from meshwright.cli import run_command
 from meshwright.errors import MeshwrightError
 from meshwright.explain.flight import explain_flight
-from meshwright.explain.flight_record import main_stack, place, read_folder
+from meshwright.explain.flight_record import GroupKey, main_stack, place, read_folder
+from meshwright.pickle_data import parse
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "flight"  # written by hanging.py with torch 2.13, four ranks
@@ -78,6 +79,19 @@ def nccl_call(number, state, group="0", operation="all_reduce", size=1000, at=0,
         "time_discovered_completed_ns": times[1], "retired": state == "completed", "timeout_ms": 600000, "is_p2p": p2p,
     }  # fmt: skip
     return entry | ({"duration_ms": duration} if duration else {})
+
+
+def test_the_fields_are_those_of_a_real_record_of_nccl():
+    """Written by torch 2.11 on an H200: a group of one rank, and an all-reduce behind a kernel that does not end."""
+    data = (RECORDS / "nccl" / "nccl_trace_rank_0").read_bytes()
+    *done, last = parse(data)["entries"]
+    assert set(last) == set(nccl_call(1, "scheduled"))
+    assert set(done[0]) == set(nccl_call(1, "completed", duration=1.0))
+    record = read_folder(RECORDS / "nccl").records[0]
+    assert [call.done for call in record.calls] == [True] * 9 + [False]
+    assert not record.calls[-1].started
+    assert record.groups == (GroupKey("0", "default_pg", (0,)),)
+    assert [call.operation for call in record.calls[6:8]] == ["allreduce_coalesced", "coalesced"]
 
 
 def write_nccl(folder, calls_by_rank, groups, version="2.10"):

@@ -11,7 +11,7 @@ A block belongs to a category by the stack that allocated it and the one that fr
 
     parameters     by the code that builds modules or moves them
     optimizer      inside the optimizer's step, and kept after it
-    activations    inside a forward, and freed in backward or later
+    activations    inside a forward and freed in backward or later, or by any other code and freed in backward
     gradients      in backward (its threads have no Python stack), and kept after it
     working        freed in the phase that allocated it
     before         before the record began: with a record that starts late, parameters and states are here
@@ -255,8 +255,8 @@ def phase_of(frames: tuple[Frame, ...]) -> str:
 
 def category_of(made: str, freed: str | None) -> str:
     """The category of a block by the phases that allocated and freed it (nothing: it was kept)."""
-    if made == "other":
-        return "other"
+    if made == "other":  # a loss outside of modules is kept for backward too
+        return "activations" if freed == "backward" else "other"
     if made == freed:
         return "working"
     return {"build": "parameters", "forward": "activations", "backward": "gradients", "optimizer": "optimizer"}[made]
