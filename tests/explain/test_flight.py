@@ -250,3 +250,15 @@ Thread 12 (active): "MainThread"
 """
     assert [frame.function for frame in main_stack(text)] == ["read", "next_batch", "<module>"]
     assert place(main_stack(text)) == "next_batch (data.py:12)"
+
+
+def test_hostile_numbers_and_names_are_refused_or_escaped(tmp_path, capsys):
+    entry = nccl_call(1, "started")
+    write_nccl(
+        tmp_path, {1: [entry | {"output_sizes": [[1 << 4000] * 9], "input_sizes": [[1 << 4000] * 9]}]}, {"0": range(2)}
+    )
+    write_nccl(tmp_path, {0: [entry | {"process_group": ("0", "\x1b[31mred")}]}, {})
+    run_command("explain", ["--flight", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert "no tensor has" in shown
+    assert "\x1b" not in shown

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.describe.files import check_depth
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, printable
 from meshwright.pickle_data import UnreadPickle, parse
 
 LARGEST_RECORD = 256 * 2**20  # bytes; a record of 2,000 calls with stacks has 2 to 5 MB
 MOST_FILES = 20_000
+LARGEST_SIZE = 2**48
 INPUT_CUT = ("reduce_scatter", "_reduce_scatter", "all_reduce", "allreduce", "reduce", "broadcast", "send")
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "coalesced")  # sizes may differ between ranks
 
@@ -38,7 +39,7 @@ class Frame(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        return f"{self.function} ({self.file}:{self.line})"
+        return printable(f"{self.function} ({self.file}:{self.line})")
 
 
 class GroupKey(NamedTuple):
@@ -115,6 +116,7 @@ def read_folder(folder: Path) -> FlightFolder:
     for name in names:
         _read_file(folder / name, found)
     found.damaged = {rank: why for rank, why in found.damaged.items() if rank not in found.records}
+    found.notes = [printable(note) for note in found.notes]
     found.notes += [f"the record of rank {rank} cannot be read: {why}" for rank, why in sorted(found.damaged.items())]
     if not found.records:
         raise MeshwrightError(
@@ -154,9 +156,9 @@ def _read_file(path: Path, found: FlightFolder) -> None:
         return
     try:
         record = _record(rank, path.name, parse(data) if data[:1] == b"\x80" else _json(data))
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError) as error:
         why = "it is truncated or damaged" if isinstance(error, UnreadPickle | json.JSONDecodeError) else str(error)
-        found.damaged[rank] = f"{path.name}: {why[:120]}"
+        found.damaged[rank] = printable(f"{path.name}: {why[:120]}")
         return
     if rank not in found.records or data[:1] == b"\x80":  # of two records the pickle has frames
         found.records[rank] = record
@@ -173,7 +175,9 @@ def _record(rank: int, name: str, table: Any) -> FlightRecord:
     groups = {}
     for key, group in (table.get("pg_config") or {}).items():
         members = tuple(int(x) for x in re.findall(r"\d+", str(group.get("ranks", ""))))
-        groups[str(key)] = GroupKey(str(group.get("name", key)), str(group.get("desc", "")), members)
+        groups[str(key)] = GroupKey(
+            printable(str(group.get("name", key))), printable(str(group.get("desc", ""))), members
+        )
     frames: dict[tuple[Any, ...], tuple[Frame, ...]] = {}
     entries = table.get("entries") or []
     calls = tuple(_call(entry, groups, frames) for entry in entries)
@@ -185,15 +189,17 @@ def _record(rank: int, name: str, table: Any) -> FlightRecord:
 def _call(
     entry: dict[str, Any], groups: dict[str, GroupKey], seen: dict[tuple[Any, ...], tuple[Frame, ...]]
 ) -> RecordedCall:
-    name, description = (str(x) for x in entry["process_group"])
+    name, description = (printable(str(x)) for x in entry["process_group"])
     group = groups.get(name)
     if group is None or group.description != description:
         group = GroupKey(name, description)
-    backend, _, operation = str(entry["profiling_name"]).partition(":")
+    backend, _, operation = printable(str(entry["profiling_name"])).partition(":")
     p2p = bool(entry.get("is_p2p", False))
     sequence = entry["p2p_seq_id"] if p2p else entry.get("collective_seq_id", entry.get("seq_id", 0))
     side = "input" if operation.startswith(INPUT_CUT) else "output"
     shapes = [tuple(int(n) for n in shape) for shape in entry.get(f"{side}_sizes") or []]
+    if any(not 0 <= n < LARGEST_SIZE for shape in shapes for n in shape):
+        raise ValueError("it has a size that no tensor has")
     elements = sum(math.prod(shape) for shape in shapes)
     uneven = p2p or operation.startswith(UNEVEN)
     state, retired = entry.get("state"), bool(entry.get("retired", False))

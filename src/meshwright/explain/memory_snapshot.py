@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.errors import MeshwrightError
-from meshwright.explain.flight_record import Frame, place
+from meshwright.explain.flight_record import LARGEST_SIZE, Frame, place
 from meshwright.pickle_data import UnreadPickle, parse
 
 LARGEST_SNAPSHOT = 512 * 2**20  # bytes; reading takes up to five times as much memory, and a minute per 200 MB
@@ -114,7 +114,7 @@ def read_snapshot(path: Path) -> list[MemoryReport]:
         raise refused(path, str(error.strerror)) from None
     except UnreadPickle:
         raise refused(path, "It is truncated, or has more than plain data") from None
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError) as error:
         if isinstance(error, MeshwrightError):
             raise
         raise refused(path, f"{type(error).__name__}: {str(error)[:120]}") from None
@@ -141,7 +141,10 @@ def _rounded(size: int) -> int:
 
 def _events(trace: list[Any]) -> Iterator[tuple[str, int, int, Any]]:
     for event in trace:
-        yield event["action"], event.get("addr", 0), int(event["size"]), event.get("frames") or ()
+        size = int(event["size"])
+        if not 0 <= size < LARGEST_SIZE:
+            raise ValueError("it has a size that no block has")
+        yield event["action"], event.get("addr", 0), size, event.get("frames") or ()
 
 
 def _start(segments: list[Any], trace: list[Any]) -> tuple[dict[int, _Block], int]:
@@ -190,12 +193,16 @@ def _report(device: int, segments: list[Any], trace: list[Any]) -> MemoryReport:
             reserved += size
         elif action in ("segment_free", "segment_unmap"):
             reserved -= size
-        elif action == "oom":
+        elif action == "oom" and not failed:
             peak, peak_at, peak_reserved, failed = allocated, index, reserved, size
         if allocated > peak and not failed:
             peak, peak_at, peak_reserved = allocated, index, reserved
     _replay(live, trace, peak_at)
     categories, places, stacks = _categories(live, _freed_in(trace, peak_at))
+    notes = list(_notes(trace, stacks, live))
+    if peak_reserved < peak:
+        notes.append("the segments hold less than the record allocates: the snapshot is incomplete")
+    peak_reserved = max(peak_reserved, peak)
     categories["slack"] = peak_reserved - peak
     free = [int(b["size"]) for b in _blocks(segments) if b["state"] == "inactive"]
     return MemoryReport(
@@ -207,7 +214,7 @@ def _report(device: int, segments: list[Any], trace: list[Any]) -> MemoryReport:
         places,
         failed,
         max(free, default=0),
-        tuple(_notes(trace, stacks, live)),
+        tuple(notes),
     )
 
 
