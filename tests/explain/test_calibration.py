@@ -153,6 +153,10 @@ def test_a_trace_of_another_program_is_refused(explanation, plan, tmp_path):
         calibrate_from_trace(
             explanation, configure(plan, set=["plan.replicate=4", "cluster.gpus=4", "workload.batch=8"])
         )
+    slow = configure(plan, "dgx-h100", gpus=8)
+    weak = slow.cluster.accelerator.but(peak={"fp32": 1e9})
+    with pytest.raises(MeshwrightError, match=r"MW-CALIB-008.*another device"):
+        calibrate_from_trace(explanation, slow.but(cluster=slow.cluster.but(accelerator=weak)))
     with pytest.raises(MeshwrightError, match="MW-CALIB-008"):
         run_command("calibrate", ["--from-trace", str(TRACE)])
     with pytest.raises(MeshwrightError, match="MW-CLI-003"):

@@ -42,11 +42,18 @@ from meshwright.explain.attribution import BUBBLE, COMMUNICATION, COMPUTE, HOST
 from meshwright.explain.explanation import TraceExplanation
 from meshwright.lower.step import step_program
 from meshwright.predict.prediction import predict
+from meshwright.units import counted
 
 PARTS = ("products", "attention", "elementwise", "host", "network")
 COORDINATE = dict(zip(PARTS, (1, 2, 3, 0, 4), strict=True))  # of the numbers: the one that makes a part free
 FREE, LEAST_LAUNCH = -30.0, math.log(1e-9)
 UNMEASURED = 1.5  # standard deviation of ln rates of a device that was never measured
+OTHER_LAUNCHES = (
+    "product_launch",
+    "attention_launch",
+    "tile_launch",
+    "update_launch",
+)  # a trace has them in each part: they become `launch`
 ROUNDS, SLOPE, LARGEST_STEP = 12, 0.02, 0.7
 LEAST_SHARE = 0.005  # of the step: a smaller part is not used
 SAME_WORK = 1.6  # products of the trace over those of the plan: further apart, it is another program
@@ -90,12 +97,13 @@ def calibrate_from_trace(explanation: TraceExplanation, config: Config, name: st
     links = fitted_links(config.cluster, explanation, notes)
     cluster = with_links(config.cluster, links)
     measured = measured_parts(explanation)
-    stack, prior = config.stack, prior_of(config.stack)
+    stack = config.stack.but(**dict.fromkeys(OTHER_LAUNCHES, 0.0))
+    prior = prior_of(stack)
     if config.cluster.accelerator.name.startswith("cpu") and not stack.covariance:
         wide = np.diag([UNMEASURED**2] * 4 + [0.0, 0.0])  # launches and rates of the device
         prior = Normal.of(prior.mean, prior.covariance + wide)
     used = [part for part in PARTS if measured[part] > LEAST_SHARE * explanation.step_s]
-    fitted = posterior(config.but(cluster=cluster), used, measured, prior, notes)
+    fitted = posterior(config.but(cluster=cluster, stack=stack), used, measured, prior, notes)
     fields = {
         key: float(f"{np.clip(float(value), *LIMITS.get(key, (0.0, math.inf))):.4g}")
         for key, value in fields_of(fitted.mean, stack).items()
@@ -104,7 +112,7 @@ def calibrate_from_trace(explanation: TraceExplanation, config: Config, name: st
         **fields,
         name=name or (stack.name if stack.covariance else f"{stack.name}-traced"),
         covariance=tuple(float(f"{x:.6g}") for x in fitted.covariance.ravel()),
-        source=f"{stack.name}, adjusted to a trace of {len(explanation.steps)} ranks",
+        source=f"{stack.name}, adjusted to a trace of {counted(len(explanation.steps), 'rank')}",
     )
     calibrated = config.but(cluster=cluster, stack=after)
     times = explanation.step_s, predict(config).step_time_s, predict(calibrated).step_time_s
@@ -112,7 +120,7 @@ def calibrate_from_trace(explanation: TraceExplanation, config: Config, name: st
         cluster.but(source=f"{cluster.source}; collectives as in a trace"),
         after,
         {part: measured[part] for part in used},
-        dict(zip(PARTS, part_times(config, numbers_of(stack)[None])[0].tolist(), strict=True)),
+        dict(zip(PARTS, part_times(config, numbers_of(config.stack)[None])[0].tolist(), strict=True)),
         dict(zip(PARTS, part_times(calibrated, numbers_of(after)[None])[0].tolist(), strict=True)),
         times,
         links,
@@ -137,11 +145,16 @@ def check_program(explanation: TraceExplanation, config: Config) -> list[str]:
             "no products with shapes in the trace: rates are by their seconds alone, and the program was not compared with the plan"
         )
         return notes
-    ops = step_program(config.model, config.plan, config.workload, config.stack)
-    cost = step_cost(ops, config.cluster)
-    planned = float(np.max(cost.flops))
+    program = step_program(config.model, config.plan, config.workload, config.stack)
+    planned = float(np.max(step_cost(program, config.cluster).flops))
     if not 1 / (2 * SAME_WORK) < flops / planned < SAME_WORK:  # attention's products are not in the trace's
         raise another_program(f"a rank computes {flops:.3g} FLOPs in products, and the plan {planned:.3g}")
+    device = config.cluster.accelerator
+    rate = flops / max(explanation.parts[rank].get((COMPUTE, "products"), 0.0), 1e-12)
+    if not device.name.startswith("cpu") and rate > device.peak.get(config.workload.precision, math.inf):
+        raise another_program(
+            f"its products run at {rate / 1e12:,.0f} TFLOP/s, more than the peak of {device.name}: another device"
+        )
     return notes
 
 
