@@ -1,12 +1,15 @@
 """Ranks beside each other, with traces made by hand: numbers that can be counted by eye."""
 
 import json
+from pathlib import Path
 
 import pytest
 from chrome import HandMade
 
 from meshwright.cli import main
+from meshwright.errors import MeshwrightError
 from meshwright.explain.attribution import (
+    BETWEEN,
     BUBBLE,
     COMMUNICATION,
     COMPUTE,
@@ -17,8 +20,9 @@ from meshwright.explain.attribution import (
     SYNCHRONISING,
     WAITING,
 )
+from meshwright.explain.beside import beside_plan
 from meshwright.explain.explanation import explain_traces
-from meshwright.explain.folder import read_traces
+from meshwright.explain.folder import plan_of_run, read_traces
 from meshwright.explain.recognise import RecognisedTrace
 from meshwright.explain.recognised_plan import axis_degrees
 
@@ -182,3 +186,52 @@ def test_nothing_to_read_is_an_error(words, capsys):
         main(["explain", *words])
     assert done.value.code == 2
     assert "MW-" in capsys.readouterr().err
+
+
+def test_groups_that_gloo_does_not_tell_apart_are_not_matched(tmp_path):
+    for rank in (0, 1):
+        t = HandMade(
+            rank,
+            4,
+            groups=[("0", "default_pg", [0, 1, 2, 3]), ("1", "mesh_tp", [0, 1]), ("2", "mesh_dp", [rank, rank + 2])],
+        )
+        t.span("ProfilerStep#1", 0, 100)
+        t.span("aten::mm", 0, 20 + 30 * rank, "cpu_op")
+        t.span("gloo:all_reduce", 20 + 30 * rank, 90, thread=2, **{"Input Dims": [[10]], "Input type": ["float"]})
+        t.write(tmp_path)
+    e = explain_traces(read_traces([tmp_path]))
+    assert in_us(e.steps[0][0]) == {
+        (COMPUTE, "products"): 20,
+        (COMMUNICATION, "unnamed groups"): 70,
+        (HOST, BETWEEN): 10,
+    }
+    assert any("not told apart" in note for note in e.notes)
+
+
+def test_a_run_folder_brings_its_plan(tmp_path):
+    run, traces = tmp_path / "run", Path(__file__).parent / "traces"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    with pytest.raises(MeshwrightError) as error:
+        read_traces([run])
+    assert "--profile" in error.value.fix
+    (run / "profile").mkdir()
+    (run / "profile" / "rank-0.json.gz").write_bytes((traces / "gpu-item-rank-0.json.gz").read_bytes())
+    (run / "plan.toml").write_text(
+        'cluster = "dgx-h200"\n[model]\nhidden = 2048\nlayers = 12\nheads = 16\nkv_heads = 8\nffn = 5632\nvocab = 32000\n'
+        "[workload]\nbatch = 4\nseq = 2048\n[plan]\nmicrobatch = 4\n"
+    )
+    assert plan_of_run([run]) == str(run / "plan.toml")
+    beside = beside_plan(explain_traces(read_traces([run])), plan_of_run([run]), gpus=1)
+    assert beside.source.endswith("plan.toml")
+    assert beside.rows[0].predicted_s == pytest.approx(beside.rows[0].measured_s, rel=0.3)
+
+
+def test_the_settings_of_a_framework_are_a_plan(tmp_path):
+    settings = Path(__file__).parents[2] / "examples" / "settings"
+    trace = Path(__file__).parent / "traces" / "gpu-item-rank-0.json.gz"
+    beside = beside_plan(
+        explain_traces(read_traces([trace])), str(settings / "torchtitan-llama3-70b.toml"), cluster="dgx-h100", gpus=64
+    )
+    assert beside.config.plan.world == 64
+    assert beside.largest

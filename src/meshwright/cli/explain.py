@@ -38,7 +38,7 @@ def command(
         raise MeshwrightError("MW-CLI-005", "no trace is given", fix="meshwright explain FILE… or --flight DIR")
     from meshwright.explain.beside import beside_plan
     from meshwright.explain.explanation import explain_traces
-    from meshwright.explain.folder import read_traces
+    from meshwright.explain.folder import plan_of_run, read_traces
     from meshwright.explain.memory_snapshot import is_snapshot
     from meshwright.view.page.traced import document
     from meshwright.view.traces import as_dict, page
@@ -49,7 +49,7 @@ def command(
         return
     with patient("reading traces", measurable=False):
         explanation = explain_traces(read_traces(files))
-        beside = beside_plan(explanation, plan, model, cluster, gpus, set)
+        beside = beside_plan(explanation, plan or plan_of_run(files), model, cluster, gpus, set)
     if html:
         write_text(html, document(explanation, beside))
     present(page(explanation, beside), as_dict(explanation, beside), as_json)

@@ -46,9 +46,7 @@ LAUNCHES, SYNCHRONISING, QUEUED, BETWEEN = (
 )
 SYNCHRONISES = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize|cu(Stream|Ctx|Event)Synchronize|cudaMemcpy$")
 READS_NUMBER = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero")
-FRAMEWORK = re.compile(
-    r"autograd::engine|torch::autograd::|.*Backward\d*$|torch.distributed|torch::distributed|FSDP::|DDP|record_param_comms"
-)
+FRAMEWORK = re.compile(r"autograd::engine|torch::autograd::|torch::distributed|torch\.distributed")
 QUEUED_GAP = 20_000  # ns: a launched kernel that starts later than this after the one before it waits for something
 RECENT = 100_000  # ns: a gap that begins this soon after a synchronising call is its consequence
 
@@ -155,9 +153,10 @@ def host_compute(rank: RankInGroup) -> dict[Part, Intervals]:
 
 
 def host_group(name: str) -> str:
-    """The group of an operator; empty for the framework's own work around operators and for collectives."""
+    """The group of an operator; empty for collectives, and for the work of Python and the framework around operators: nodes of autograd and functions
+    of users have names without a namespace."""
     group = group_of(name)
-    return "" if group == "comm" or FRAMEWORK.match(name) else group
+    return "" if group == "comm" or "::" not in name or FRAMEWORK.match(name) else group
 
 
 def communication_layers(rank: RankInGroup) -> dict[Part, Intervals]:

@@ -17,6 +17,7 @@ from meshwright.describe.result import AXES
 from meshwright.errors import MeshwrightError
 from meshwright.explain.attribution import BUBBLE, COMMUNICATION, COMPUTE, DATA, HOST, UNATTRIBUTED, WAITING
 from meshwright.explain.causes import after_backward
+from meshwright.explain.collectives import UNNAMED
 from meshwright.explain.expected import ShapeKey, expected, expected_products, shape_key
 from meshwright.explain.explanation import TraceExplanation
 from meshwright.explain.products import TracedProduct
@@ -86,15 +87,15 @@ class TraceBesidePlan:
             expectation, seconds = groups.get(group, (0.0, 0.0))[0], measured.get((COMPUTE, group), 0.0)
             reason = self.compute_reason(group, expectation, seconds)
             rows.append(PartDifference(GROUP_NAMES.get(group, group), expectation, seconds, reason))
-        rows += [
-            PartDifference(
-                f"exposed {axis}",
-                exposed.get(axis, 0.0),
-                measured.get((COMMUNICATION, axis), 0.0),
-                self.axis_reason(axis),
-            )
-            for axis in AXES
-        ]
+        unnamed = measured.get((COMMUNICATION, UNNAMED), 0.0)
+        apart = [axis for axis in AXES if not unnamed or measured.get((COMMUNICATION, axis))]
+        for axis in apart:
+            seconds = measured.get((COMMUNICATION, axis), 0.0)
+            rows.append(PartDifference(f"exposed {axis}", exposed.get(axis, 0.0), seconds, self.axis_reason(axis)))
+        together = sum(exposed.get(axis, 0.0) for axis in AXES if axis not in apart)
+        rows.append(
+            PartDifference("exposed, all other axes", together, unnamed, "the trace does not tell these groups apart")
+        )
         total = {
             kind: sum(s for (of, _), s in measured.items() if of == kind)
             for kind in (WAITING, BUBBLE, DATA, HOST, UNATTRIBUTED)
@@ -174,6 +175,12 @@ class TraceBesidePlan:
                 "the update is not fused, or its states are wider"
                 if more
                 else "the states of the optimizer are narrower, or fewer"
+            )
+        if group == "loss":
+            return (
+                "the loss is computed in more passes over the vocabulary"
+                if more
+                else "the loss is fused into fewer passes"
             )
         return {"copies": NOT_PREDICTED, "products": "see the products by shape"}.get(group, "")
 

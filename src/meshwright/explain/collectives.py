@@ -25,6 +25,7 @@ KINDS = (  # part of a name → kind; the first match decides
 )  # fmt: skip
 ELEMENT = {"double": 8, "long": 8, "int64": 8, "float64": 8, "half": 2, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2, "short": 2,
            "byte": 1, "char": 1, "bool": 1, "float8": 1, "int8": 1, "uint8": 1}  # fmt: skip
+UNNAMED = "unnamed groups"
 AXIS_WORDS = (
     ("tp", "tensor"),
     ("pp", "pipeline"),
@@ -106,7 +107,8 @@ def replaced_dims(of_library: Detail, of_call: Detail) -> Detail:
 
 def table(found: RecognisedTrace, at: NDArray[np.int64], kinds: list[str], details: list[Detail]) -> TracedCollectives:
     groups, listed = [], found.trace.groups
-    only = next(iter(listed)) if len(listed) == 1 else ""
+    several = {group.ranks for group in listed.values() if len(group.ranks) > 1}
+    only = UNNAMED if len(several) > 1 else next((name for name, group in listed.items() if len(group.ranks) > 1), "")
     for detail in details:
         named = detail.group or only
         group = listed.get(named, ListedGroup())
@@ -124,7 +126,10 @@ def table(found: RecognisedTrace, at: NDArray[np.int64], kinds: list[str], detai
 
 
 def axis_of(kind: str, description: str) -> str:
-    """The axis of a group: from the words of its description, else from what it is used for."""
+    """The axis of a group: from the words of its description, else from what it is used for. Of several groups that the trace does not tell apart
+    (gloo records none with a collective) only the use is known."""
+    if UNNAMED in description:
+        return {"send": "pp", "receive": "pp", "all_to_all": "ep"}.get(kind, UNNAMED)
     words = re.split(r"[^a-z]+", description.lower())
     for axis, *parts in AXIS_WORDS:
         if axis in words or any(word.startswith(part) for word in words for part in parts):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from meshwright.describe.run_folder import PROFILE
+from meshwright.describe.run_folder import PLAN, PROFILE, RUN
 from meshwright.errors import MeshwrightError
 from meshwright.explain.reader import MOST_EVENTS, read_trace
 from meshwright.explain.trace import RankTrace
@@ -34,11 +34,24 @@ def read_traces(paths: Iterable[Path]) -> list[RankTrace]:
     return [traces[rank] for rank in sorted(traces)]
 
 
+def plan_of_run(paths: Iterable[Path]) -> str:
+    """The plan file of our own run folder, if one of the paths is one; else empty."""
+    plans = [path / PLAN for path in paths if (path / PROFILE).is_dir() and (path / PLAN).is_file()]
+    return str(plans[0]) if plans else ""
+
+
 def trace_files(paths: Iterable[Path]) -> list[Path]:
     """The files that the paths name; of a folder those whose names end like a trace's."""
     out: list[Path] = []
     for path in paths:
         if path.is_dir():
+            if (path / RUN).is_file() and not (path / PROFILE).is_dir():
+                raise MeshwrightError(
+                    "MW-EXPL-003",
+                    f"the run in '{path}' was not profiled",
+                    why="It has no folder profile",
+                    fix="meshwright train RUN.toml --profile 3",
+                )
             folder = path / PROFILE if (path / PROFILE).is_dir() else path
             out += sorted(file for file in folder.iterdir() if file.name.endswith(ENDINGS) and file.is_file())[
                 :MOST_FILES

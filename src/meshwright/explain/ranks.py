@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.explain.collectives import traced_collectives
+from meshwright.explain.collectives import UNNAMED, traced_collectives
 from meshwright.explain.recognise import RecognisedTrace
 from meshwright.explain.trace import NamedSpan, TracedCollectives
 
@@ -118,7 +118,7 @@ def matched(by_rank: dict[int, RankInGroup], notes: list[str]) -> list[_Match]:
     everyone = tuple(sorted(by_rank))
     for rank, r in by_rank.items():
         c = r.collectives
-        groups = [ranks or everyone for ranks in c.ranks]
+        groups = [ranks or (() if UNNAMED in name else everyone) for ranks, name in zip(c.ranks, c.group, strict=True)]
         usable = [
             len(g) > 1 and (len(g) == 2 or k not in ("send", "receive")) for g, k in zip(groups, c.kind, strict=True)
         ]
@@ -134,6 +134,10 @@ def matched(by_rank: dict[int, RankInGroup], notes: list[str]) -> list[_Match]:
             unequal.add(step_name)
         elif len(indices) > 1:
             out.append(_Match(step_name, list(indices), np.array(list(indices.values()))))
+    if any(UNNAMED in name for r in by_rank.values() for name in r.collectives.group):
+        notes.append(
+            "collectives of several groups are not told apart in these traces (gloo): waiting for slower ranks is part of communication"
+        )
     if unequal:
         notes.append(
             f"ranks have different numbers of collectives in step {', '.join(sorted(unequal)[:5])}: not compared there"

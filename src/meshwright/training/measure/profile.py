@@ -289,7 +289,8 @@ def write(profiled: profile, folder: Path, rank: int, steps: tuple[int, int]) ->
     spans = [replace(s, start=s.start - zero) for s in spans]
     origin = float(content.get("baseTimeNanoseconds", 0)) / 1e9 + zero
     about = {"rank": rank, "steps": list(steps), "origin_s": origin}
-    return write_trace(trace_events(spans, about=about), folder / PROFILE / f"rank-{rank}.json")
+    groups = {"distributedInfo": content.get("distributedInfo", {})}  # for `explain`
+    return write_trace(trace_events(spans, about=about) | groups, folder / PROFILE / f"rank-{rank}.json")
 
 
 def spans_of(events: Iterable[Json], rank: int) -> Iterable[TraceSpan]:
