@@ -66,7 +66,6 @@ def measured(
     place: Any, ranks: int, sweep: Any, device: str, wait: float, show: Callable[[float, str], None]
 ) -> tuple[Any, BaseException | None]:
     """The result, and what interrupted it: Ctrl-C, a signal, or a rank that failed."""
-
     from meshwright.comm.bench.run import Collector, bench_rank
     from meshwright.training.launch.join import connection_failed, joined
     from meshwright.training.launch.local import run as launch

@@ -7,6 +7,7 @@ from meshwright.cli.options import described
 from meshwright.cli.output import patient, writable
 from meshwright.describe.files import write_text
 from meshwright.errors import MeshwrightError
+from meshwright.view.calibrate import adjusted_page, page, traced_page
 from meshwright.view.tables import show, show_json
 
 
@@ -35,7 +36,6 @@ def command(
     With --from-trace: the numbers of a stack and the factors of collectives, from a profiler trace of a plan. Use the file as
     --cluster FILE --stack FILE.
     With --runs: the numbers of all stacks of the catalog, from published runs."""
-
     writable(out)
     sources = [bool(files), bool(runs), bool(from_run), bool(from_trace)]
     if sum(sources) > 1:
@@ -82,7 +82,6 @@ def fitted_cluster(files: list[str], expect: str, name: str) -> Fitted:
     """Fit a cluster to bench results."""
     from meshwright.calibrate.calibration import calibrate
     from meshwright.calibrate.nccl_tests import read_result
-    from meshwright.view.calibrate import page
 
     result = calibrate([read_result(file) for file in files], expect, name)
     return result.to_toml(), result.as_dict(), [page(result)], "cluster"
@@ -113,7 +112,6 @@ def fitted_stacks(runs: str) -> Fitted:
 def adjusted_stack(from_run: list[str], tokens_per_s: list[str], memory: list[str], stack: str, name: str) -> Fitted:
     """Adjust a stack to measured runs of the user."""
     from meshwright.calibrate.runs.from_run import adjusted, measured_runs
-    from meshwright.view.calibrate import adjusted_page
 
     result = adjusted(measured_runs(from_run, tokens_per_s, memory, stack), name)
     return result.to_toml(), result.as_dict(), [adjusted_page(result)], "stack"
@@ -126,7 +124,6 @@ def traced_stack(from_trace: list[str], plan: str, cluster: str, stack: str, nam
     from meshwright.explain.calibration import calibrate_from_trace
     from meshwright.explain.explanation import explain_traces
     from meshwright.explain.folder import read_traces
-    from meshwright.view.calibrate import traced_page
 
     paths = [Path(path) for path in from_trace]
     if not plan and not is_run(paths[0]):

@@ -10,6 +10,8 @@ import typer
 from meshwright.cli.options import command_group, described
 from meshwright.cli.output import patient
 from meshwright.errors import MeshwrightError, unknown
+from meshwright.training.checkpoint.folder import checkpoints_in, prune
+from meshwright.training.checkpoint.page import page, summary
 from meshwright.units import Json, counted, format_bytes
 from meshwright.view.tables import present, show, show_json
 
@@ -24,15 +26,10 @@ def list_command(
     json: bool = False,
 ) -> None:
     """List the checkpoints of a run: step, size, and the plan that wrote each."""
-    from meshwright.training.checkpoint.folder import checkpoints_in
-    from meshwright.training.checkpoint.page import summary
-
     show_rows([summary(path) for path in checkpoints_in(source, incomplete=True)], json)
 
 
 def show_rows(rows: list[Json], as_json: bool) -> None:
-    from meshwright.training.checkpoint.page import page
-
     present(page(rows), rows, as_json)
 
 
@@ -43,9 +40,6 @@ def verify_command(
     json: bool = False,
 ) -> None:
     """Read all files of checkpoints and compare their hashes with the manifest. Exit code 1 if one is damaged, incomplete or cannot be read."""
-    from meshwright.training.checkpoint.folder import checkpoints_in
-    from meshwright.training.checkpoint.page import summary
-
     paths = checkpoints_in(source, incomplete=True)
     total = sum(file.stat().st_size for path in paths for file in path.iterdir() if file.is_file())
     done: list[int] = []
@@ -70,7 +64,6 @@ def prune_command(
     json: bool = False,
 ) -> None:
     """Delete all checkpoints of a run but the newest. The newest one is read first: nothing is deleted if it is damaged."""
-    from meshwright.training.checkpoint.folder import checkpoints_in, prune
     from meshwright.training.checkpoint.manifest import check_files, read_manifest
 
     checkpoints = checkpoints_in(source)
@@ -104,7 +97,6 @@ def convert_command(
     A torch checkpoint has pickled metadata: it is read as data, and nothing in it is executed."""
     from meshwright.describe.config import load_model
     from meshwright.training.checkpoint.convert import convert
-    from meshwright.training.checkpoint.page import summary
 
     if to not in TARGETS:
         raise unknown("MW-CKPT-015", "the format", to, TARGETS, "--to {}")
@@ -125,7 +117,6 @@ def convert_command(
 
 def export_to_huggingface(source: Path, out: Path, dtype: str, like: Path | None, ema: bool, as_json: bool) -> None:
     """Write a Transformers folder and print what was written."""
-
     from meshwright.training.checkpoint.convert import to_huggingface
 
     with patient("converting") as set_share:

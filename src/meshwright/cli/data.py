@@ -7,6 +7,7 @@ from pathlib import Path
 
 from meshwright.cli.options import command_group, described
 from meshwright.cli.output import patient
+from meshwright.training.data.page import contents, page
 from meshwright.view.tables import present, show, show_json
 
 command = command_group("Make token files for [data] in a run file, and show what is in them.")
@@ -30,7 +31,6 @@ def prepare_command(
 
     The result does not depend on the number of workers. After an interruption the same command continues where it stopped;
     a finished folder is never overwritten."""
-    from meshwright.training.data.page import contents, page
     from meshwright.training.data.prepare.run import prepare
 
     with patient("tokenizing") as set_share, note_of_interruption(out / "partial"):
@@ -63,7 +63,6 @@ def show_command(
     json: bool = False,
 ) -> None:
     """Show what is in a token file: counts, tokenizer, and the beginnings of some documents."""
-    from meshwright.training.data.page import contents, page
     from meshwright.training.data.token_file import check_offsets, open_tokens, verify_hashes
 
     if verify:

@@ -2,6 +2,11 @@
 
 from meshwright.cli.options import HELP_NAMES, command_group, described
 from meshwright.cli.output import patient
+from meshwright.comm.emulate import page, state
+from meshwright.comm.emulate.emulation import Emulation, find, take_down
+from meshwright.comm.emulate.page import bring_up
+from meshwright.comm.emulate.ranks import RunSettings
+from meshwright.comm.emulate.topology import Topology, parse_between
 from meshwright.view.tables import present, show, show_json
 
 command = command_group(
@@ -25,11 +30,6 @@ def up_command(
     """Make the nodes and their links, measure them, and print what was asked and what was achieved.
 
     If it fails or is interrupted, nothing is left behind. Exit code 3 if this machine cannot carry the rate."""
-    from meshwright.comm.emulate import page
-    from meshwright.comm.emulate.emulation import Emulation
-    from meshwright.comm.emulate.page import bring_up
-    from meshwright.comm.emulate.topology import Topology, parse_between
-
     rate, delay = parse_between(between)
     topology = Topology(nodes, ranks_per_node, rate, delay, oversubscription, nodes_per_switch)
     emulation = Emulation(topology, name, links)
@@ -54,9 +54,6 @@ def run_command(
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on are set, so that torch.distributed joins with env://. Each line
     of output starts with its rank. When one rank fails, the others are ended and its exit code is returned; 124 after the
     timeout."""
-    from meshwright.comm.emulate.emulation import find
-    from meshwright.comm.emulate.ranks import RunSettings
-
     emulation, _ = find(name)
     settings = RunSettings(placement, per_node, nodes, ranks_per_node, timeout or None)
     emulation.run(arguments, settings)
@@ -70,9 +67,6 @@ def status_command(
     json: bool = False,
 ) -> None:
     """Show the emulated clusters that are up; --measure compares their links with what was asked."""
-    from meshwright.comm.emulate import page, state
-    from meshwright.comm.emulate.emulation import find
-
     states = []
     for each in [name] if name else state.names():
         emulation, _ = find(each)
@@ -91,8 +85,5 @@ def down_command(
     everything: bool = False,
 ) -> None:
     """Remove an emulated cluster; it is no error if there is none."""
-    from meshwright.comm.emulate import state
-    from meshwright.comm.emulate.emulation import take_down
-
     for each in state.names() if everything else [name]:
         print(f"Emulation '{each}' removed." if take_down(each) else f"There is no emulation '{each}'.")

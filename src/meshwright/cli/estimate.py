@@ -20,7 +20,6 @@ def command(
     **asked: Unpack[TrainingOptions],
 ) -> None:
     """Predict step time, memory and traffic of one plan, by part."""
-
     writable(html)
     result = api.estimate(model, cluster, plan=plan, **asked)
     from meshwright.interop.files import is_settings_file, read_settings

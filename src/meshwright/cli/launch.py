@@ -85,7 +85,6 @@ def chosen_launcher(plan: str, **flags: bool) -> str:
 
 def write_file(file: Path, text: str, force: bool) -> None:
     """Write a launch file; one that exists with another text is kept unless `force`."""
-
     if not force and file.is_file() and file.read_text("utf-8", errors="replace") != text:
         why, fix = "It may hold changes of yours", "--force, or --out FILE"
         raise MeshwrightError("MW-CLI-006", f"'{file}' exists and is different", why=why, fix=fix)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import typer
+from rich.console import Group
 
 from meshwright import api, planner
 from meshwright.cli.options import TrainingOptions, described
@@ -56,7 +57,6 @@ def command(
     if case:
         show_case(case, as_json)
         return
-
     target = target_framework(framework, settings_file, model)
     user_plan = UserPlan(compare) if compare else None
     writable(out, html, settings_file)
@@ -153,7 +153,6 @@ def check_given(context: typer.Context) -> None:
 
 def show_as_json(answer: Any, compared: Any, guided: Any, reading: Any = None) -> None:
     """Print the result as JSON, with the comparison, the settings that were compared and the guides if requested."""
-
     out = answer.as_dict() | ({"compare": compared.as_dict()} if compared else {})
     if reading:
         out["settings"] = settings.as_dict(reading)
@@ -162,7 +161,6 @@ def show_as_json(answer: Any, compared: Any, guided: Any, reading: Any = None) -
 
 def write(result: Any, out: str, html: str, target: Framework | None = None, settings_file: str = "") -> dict[str, str]:
     """Write the requested files and return their paths by content."""
-
     if out:
         write_text(out, result.to_toml())
     if html:
@@ -205,8 +203,6 @@ def show_case(name: str, as_json: bool) -> None:
 
 def guide_comparison(result: Any, why: bool = False) -> Any:
     """The plans that the decision guides recommend, compared with the winner."""
-    from rich.console import Group
-
     from meshwright.view.textbook import reasons, table
 
     compared = recommended(result)
@@ -232,6 +228,5 @@ def findings(result: Any) -> Any:
     problems = lint.check(e.config, e)
     if not problems:
         return "[dim]lint: no anti-pattern in the winner[/]"
-    from rich.console import Group
 
     return Group("[bold]Findings of lint for the winner[/]", *map(finding_block, lint.justify(problems, e)))

@@ -21,7 +21,6 @@ def command(
     **asked: Unpack[Overrides],
 ) -> None:
     """Simulate the step of a plan action by action and show it as a timeline per rank."""
-
     from meshwright.view.simulate import DETAILS, choose_detail, spans
 
     if detail and detail not in DETAILS:

@@ -55,7 +55,6 @@ def command(
     It starts one process for each rank on this machine; under torchrun, srun or mpirun it is one of their ranks (docs/launching.md).
     The text is that of [data] in the run file; without it, the source code of Python's standard library. Exit code 1 if the
     loss becomes NaN or infinite, 3 if the run does not fit on this machine."""
-
     from meshwright.training.folder import claimed
     from meshwright.training.launch.rank import placement
     from meshwright.training.machine import resolve_device, shared_device, with_precision

@@ -1,5 +1,6 @@
 """`meshwright validate`: compare predictions with published runs."""
 
+from meshwright.calibrate.runs import accuracy, rows
 from meshwright.cli.options import described
 from meshwright.cli.output import patient, writable
 from meshwright.describe.files import write_text
@@ -41,7 +42,6 @@ def command(
     """Compare predictions with published runs and show the errors by source, also of sources that the fit has not seen."""
     from importlib.resources import files
 
-    from meshwright.calibrate.runs import rows
     from meshwright.calibrate.runs.accuracy import assess
 
     writable(html, markdown)
@@ -74,8 +74,6 @@ def command(
 
 def chosen_rows(runs: str, failed: str, only_headline: bool) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """The runs to compare with, and those that failed. Without a file: the published ones, or none if only the well-known runs are asked."""
-    from meshwright.calibrate.runs import accuracy, rows
-
     crashed = list(rows.read(failed)) if failed else []
     if runs:
         return list(rows.read(runs)), crashed

@@ -41,7 +41,6 @@ def command(
 
     Compares losses, gradients, parameters and collectives of small copies. A plan of more ranks than --ranks is folded:
     once with every axis at 2, then with each axis at 4. Exit code 1 if they differ."""
-
     writable(out, make=True)
     own: Json = {"plan": plan, "example": example, "loss": loss, "table": table, "layers": layers}
     source: Any = subject
@@ -76,7 +75,6 @@ def command(
 
 def refuse(options: Json, why: str, fix: str) -> None:
     """Raise for an option that would have no effect."""
-
     for name, value in options.items():
         if value:
             raise MeshwrightError("MW-VERIFY-002", f"--{name} has no effect here: {why}", fix=fix)

@@ -15,6 +15,7 @@ from meshwright.describe.result import values_of
 from meshwright.errors import MeshwrightError
 from meshwright.programs.pipelines import SCHEDULES, Durations, Walked, build, name_of, walk
 from meshwright.view import tables
+from meshwright.view.pipelines import messages, pipeline_trace, show_pipelines
 
 CLASSICS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 
@@ -42,8 +43,6 @@ def show(
     if json_out:
         console.file.write(json.dumps(data(several), allow_nan=False) + "\n")
     else:
-        from meshwright.view.pipelines import show_pipelines
-
         show_pipelines(several, console)
     for path in _write_files(several, html, trace):
         if not json_out:
@@ -93,8 +92,6 @@ def data(several: Sequence[Walked]) -> dict[str, Any] | list[dict[str, Any]]:
 
 
 def _as_json(walked: Walked) -> dict[str, Any]:
-    from meshwright.view.pipelines import messages
-
     p = walked.program
     actions = [
         [
@@ -125,7 +122,6 @@ def _write_files(several: Sequence[Walked], html: str | Path | None, trace: str 
 
         paths.append(write_text(html, schedules_html(several)))
     if trace:
-        from meshwright.view.pipelines import pipeline_trace
         from meshwright.view.trace import write_trace
 
         if len(several) > 1:
