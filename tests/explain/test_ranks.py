@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jsonschema_rs
 import pytest
 from chrome import HandMade
 
@@ -25,6 +26,7 @@ from meshwright.explain.explanation import explain_traces
 from meshwright.explain.folder import plan_of_run, read_traces
 from meshwright.explain.recognise import RecognisedTrace
 from meshwright.explain.recognised_plan import axis_degrees
+from meshwright.view.json_schema import output_schema
 
 BASE = 10**18
 GROUPS = [("0", "default_pg", [0, 1]), ("1", "mesh_tp", [0, 1])]
@@ -177,7 +179,9 @@ def test_the_command_prints_writes_and_escapes(tmp_path, capsys):
     assert "[bold]" in text
     content = page.read_text()
     assert "<script>alert" not in content
-    assert json.loads(text[text.index("{\n") :])["attributed"] == 1.0
+    printed = json.loads(text[text.index("{\n") :])
+    assert printed["attributed"] == 1.0
+    jsonschema_rs.validate(output_schema("explain"), printed)
 
 
 @pytest.mark.parametrize("words", [["missing.json"], []])

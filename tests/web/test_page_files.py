@@ -9,9 +9,13 @@ from typing import Any
 
 from meshwright.describe.config import load
 from meshwright.describe.run_folder import STEPS, json_line
+from meshwright.explain.beside import beside_plan
+from meshwright.explain.explanation import explain_traces
+from meshwright.explain.folder import read_traces
 from meshwright.training.folder import RunFolder
 from meshwright.training.hooks import StepRecord
 from meshwright.view.page.subject import Subject
+from meshwright.view.page.traced import document
 from meshwright.view.report import page as report
 from web.browser import fragment, shows, until
 
@@ -144,3 +148,17 @@ def test_a_dropped_settings_file_sets_the_inputs_and_settings_are_copied(
     settings.write_text(TITAN.replace("tensor_parallel_degree = 4", "tensor_parallel_degree = 3"), "utf-8")
     page.locator("input[type=file]").nth(2).set_input_files(settings)
     shows(page, "MW-SET-001", "#inputs")
+
+
+def test_traced_steps_are_strips_above_their_prediction(open_page: Open, tmp_path: Path) -> None:
+    traces = Path(__file__).parents[1] / "explain" / "traces"
+    for run, ranks in (("gpu-odd-shape", 1), ("ddp-slow-rank", 2)):
+        e = explain_traces(read_traces(sorted(traces.glob(f"{run}-rank-[0-9].json.gz"))))
+        file = tmp_path / f"{run}.html"
+        file.write_text(document(e, beside_plan(e)), "utf-8")
+        page = open_page(f"file://{file}")
+        shows(page, e.causes[0].cause, "#view")
+        lanes = page.locator("#view svg[aria-label*='rank 0:']").get_attribute("aria-label")
+        assert lanes.count("rank ") == ranks
+        assert ("predicted" in lanes) == (run == "gpu-odd-shape")
+        shows(page, "From the predicted" if run == "gpu-odd-shape" else "No prediction beside it", "#view")

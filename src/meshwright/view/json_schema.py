@@ -64,6 +64,23 @@ SHAPES = {
             {"fields": "object", "step_time_s": "number", "saves_s": "number", "memory_gib": "number", "fix": "string"}
         ],
     },
+    "explain": {
+        "version": "integer",
+        "step_time_s": "number",
+        "attributed": "number",
+        "causes": [{"cause": "string", "seconds": "number", "evidence": "string", "fix": "string"}],
+        "ranks": [
+            {
+                "rank": "integer",
+                "file": "string",
+                "parts_s": "object",
+                "steps": [{"step": "string", "parts_ns": {"*": "integer"}}],
+            }
+        ],
+        "late_ranks": [{"rank": "integer", "share": "number", "late_s": "number", "constant": "boolean"}],
+        "notes": ["string"],
+        "prediction": "object?",
+    },
     "verify": {
         "passed": "boolean",
         "plan": "string",
