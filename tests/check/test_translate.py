@@ -208,7 +208,9 @@ def trained(model: nn.Module, out: Path, bug: str = "") -> Recording:
     return Recording.read(out)
 
 
-@pytest.mark.parametrize(("other", "fused"), [(Titan, "attention.wq"), (Megatron, "self_attention.linear_qkv")])
+@pytest.mark.parametrize(
+    ("other", "fused"), [(Megatron, "self_attention.linear_qkv"), *soak([(Titan, "attention.wq")])]
+)
 def test_another_framework_is_compared_with_transformers(tmp_path: Path, other: type, fused: str) -> None:
     with hf_folders.in_float64():
         reference = transformers_model()

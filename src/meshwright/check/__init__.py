@@ -50,12 +50,14 @@ def watch(
     out: str | Path = "watch",
     stop: bool = False,
     without: tuple[str, ...] = (),
+    table: str | Path = "",
 ) -> LiveWatch:
     """Compare the ranks of this training every few steps (`invariants`); without a model, those that are called in training.
 
-    Every rank calls it. `stop`: a violation ends the run with exit code 1. `without`: codes that are not checked. `close()` ends it."""
+    Every rank calls it. `stop`: a violation ends the run with exit code 1. `without`: codes that are not checked.
+    `table`: a TOML file that says what ranks hold where no framework does (`names`). `close()` ends it."""
     from meshwright.check.live import LiveWatch
 
-    live = LiveWatch(str(out), every, stop, without)
+    live = LiveWatch(str(out), every, stop, without, str(table))
     live.attach(model, optimizer)
     return live

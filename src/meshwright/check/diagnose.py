@@ -97,7 +97,7 @@ class StepDiagnosis:
         return Pattern("part", f"{len(missing)} of {len(expected)} samples are read by no rank")
 
     def pattern(self, copies: list[Copy]) -> Pattern:
-        micro_batches = max(len(step.of("loss")) for step in self.pair.many)
+        micro_batches = max(1, *(len(step.of("loss")) for step in self.pair.many))
         pattern = pattern_of(copies, {**self.pair.axes, "micro-batches": micro_batches}, self.pair.axes)
         sketched = any(
             entry.sketched is not None for step in (*self.pair.one, *self.pair.many) for entry in step.entries

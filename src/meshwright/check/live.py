@@ -29,17 +29,19 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from meshwright.check.attach import ProcessHooks, rank, tensors_in, wrap_clipping
+from meshwright.check.attach import ProcessHooks, rank, tensors_in, world, wrap_clipping
 from meshwright.check.exchange import NoteExchange
 from meshwright.check.fingerprint import bits_hash, random_state, tensors_hash
 from meshwright.check.frameworks.plain import FrameworkAdapter
 from meshwright.check.holdings import local_part
 from meshwright.check.invariants import TENSOR, Judge, RankNote
 from meshwright.check.modules import topmost
+from meshwright.check.names import read_table
 from meshwright.check.start import WATCH
 from meshwright.check.writer import write_json
 
-CUT = (*TENSOR, "cp", "context", "pp", "stage")  # axes that cut the model, or the sequence
+STAGES = ("pp", "stage")
+CUT = (*TENSOR, "cp", "context", *STAGES)  # axes that cut the model, or the sequence
 PATIENCE = 3  # checks in which a parameter or its gradient showed nothing
 MOST_STATES = 64  # of an optimizer, that are asked for their count of steps
 CLOSE_S = 2.0  # that rank 0 waits for the last notes
@@ -48,7 +50,10 @@ CLOSE_S = 2.0  # that rank 0 waits for the last notes
 class LiveWatch(ProcessHooks):
     """Notes the checked steps of one rank; on rank 0, judges those of all."""
 
-    def __init__(self, out: str, every: int = 50, stop: bool = False, without: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, out: str, every: int = 50, stop: bool = False, without: tuple[str, ...] = (), table: str = ""
+    ) -> None:
+        self.table = read_table(Path(table) if table else None)
         self.out, self.every, self.stop = Path(out), every, stop
         super().__init__()
         self.judge = Judge(without)
@@ -169,6 +174,9 @@ class LiveWatch(ProcessHooks):
         assert self.framework is not None
         stages = pipeline_stages()
         self.place = place_of(self.framework) | ({"stage": min(stages.values())} if stages else {})
+        if self.table.axes:
+            self.table.check(world(), self.framework.parameters, self.out)
+            self.place = self.table.coordinates(rank())
         self.stages |= dict.fromkeys(new, stages.get(id(topmost(model)), 0) if stages else 0)
         if self.exchange is None:
             self.exchange = NoteExchange(str(self.out))
@@ -209,6 +217,11 @@ class LiveWatch(ProcessHooks):
             return [(parameter, f"share of rank {rank()}")]
         where = f" stage {self.stages[name]}" if self.stages.get(name) else ""
         where += f" ep {self.place['ep']}" if expert else ""
+        if self.table.axes:  # by hand: plain tensors, of which the table says which are parts
+            cut = self.table.cut_of(name)
+            where += "".join(
+                f" {axis} {self.place[axis]}" for axis in self.place if axis in STAGES or (cut and axis == cut.axis)
+            )
         return [
             (part.value, f"{part.holding.start} {part.holding.size} {part.holding.flat or ''}{where}")
             for part in self.framework.value(name, parameter)

@@ -97,10 +97,14 @@ class UserTable:
                     why=f"Its parameters are named as {min(modules, key=len, default='')!r}", fix="correct the pattern",
                 )  # fmt: skip
 
+    def cut_of(self, name: str) -> TableCut | None:
+        """How a parameter is cut, by its name or its module's."""
+        module = name.rpartition(".")[0]
+        return next((c for p, c in self.sharding.items() if matches(p, name) or matches(p, module)), None)
+
     def boxes(self, value: RecordedValue) -> Iterable[RecordedValue]:
         """A value of a parameter as the boxes that the table says; of a parameter that it does not name, as recorded."""
-        module = value.name.rpartition(".")[0]
-        cut = next((c for p, c in self.sharding.items() if matches(p, value.name) or matches(p, module)), None)
+        cut = self.cut_of(value.name)
         if cut is None or value.shape is None or value.flat is not None or value.sketched is not None:
             return (value,)
         return cut.boxes(value, self.coordinates(value.rank)[cut.axis], self.axes[cut.axis])

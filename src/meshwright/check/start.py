@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from meshwright.check.folder import read_json
+from meshwright.check.names import read_table
 from meshwright.errors import MeshwrightError
 from meshwright.units import counted, format_bytes
 
@@ -71,12 +72,17 @@ def hooked(variable: str, settings: dict[str, Any]) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, variable: json.dumps(settings)}
 
 
-def watch(words: Sequence[str], out: Path, every: int, stop: bool, without: Sequence[str]) -> int:
+def watch(
+    words: Sequence[str], out: Path, every: int, stop: bool, without: Sequence[str], table: Path | None = None
+) -> int:
     """Run a command whose ranks are watched; its exit code, or 1 if it was to stop at a violation and there is one."""
     check_command(words, "watch")
     file = out / "watch.json"
     file.unlink(missing_ok=True)
     settings = {"out": str(out.resolve()), "every": every, "stop": stop, "without": list(without)}
+    if table is not None:
+        read_table(table)
+        settings["table"] = str(table.resolve())
     process = subprocess.Popen(list(words), env=hooked(WATCH, settings))
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     while True:

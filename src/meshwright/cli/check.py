@@ -99,7 +99,12 @@ def compare_command(
 @command.command("watch", context_settings={**HELP_NAMES, "allow_interspersed_args": False})
 @described
 def watch_command(
-    arguments: list[str], out: Path = Path("watch"), every: int = 50, stop: bool = False, without: list[str] = []
+    arguments: list[str],
+    out: Path = Path("watch"),
+    every: int = 50,
+    stop: bool = False,
+    without: list[str] = [],
+    table: Path | None = None,
 ) -> None:
     """Run a training script unchanged, and compare its ranks every few steps: copies of parameters, gradient norms, samples, random states.
 
@@ -111,7 +116,7 @@ def watch_command(
     from meshwright.check.start import watch
     from meshwright.view.tables import show
 
-    code = watch(arguments, out, every, stop, without)
+    code = watch(arguments, out, every, stop, without, table)
     if (out / "watch.json").exists():
         show(summary_of(read_json(out / "watch.json")), stderr=True)
     raise SystemExit(code)
