@@ -22,14 +22,20 @@ class MadeRecording(Recording):
 
     def __init__(self, *ranks: list[list[Entry]], places: Iterable[dict[str, int]] = ({},), dtype: str = "float64"):
         self.made, self.dtype = ranks, dtype
-        names = [[n for kind, n, _ in steps[0] if kind == "initial parameter"] for steps in ranks]
-        super().__init__(
-            Path("made"),
-            [
-                {"rank": i, "world": len(ranks), "steps": len(ranks[0]), "parameters": n, "batch_dim": 0, "coordinates": p, "groups": {}, "modules": MODULES}
-                for i, (n, p) in enumerate(zip(names, places, strict=True))
-            ],
-        )  # fmt: skip
+        about: list[dict[str, Any]] = [
+            {
+                "rank": i,
+                "world": len(ranks),
+                "steps": len(ranks[0]),
+                "parameters": [name for kind, name, _ in steps[0] if kind == "initial parameter"],
+                "modules": MODULES,
+                "batch_dim": 0,
+                "coordinates": place,
+                "groups": {},
+            }
+            for i, (steps, place) in enumerate(zip(ranks, places, strict=True))
+        ]
+        super().__init__(Path("made"), about)
 
     def rank_step(self, rank: int, number: int) -> RankStep:
         values = []

@@ -266,7 +266,6 @@ class StepRecorder(ProcessHooks):
 
     def finish_step(self, ended: str = "") -> None:
         """Write the step; `ended` says how a script ended in the middle of it."""
-        started = time.perf_counter()
         if self.framework is not None and not ended:
             with self.timed():
                 for name, parameter in self.framework.parameters.items():
@@ -276,7 +275,7 @@ class StepRecorder(ProcessHooks):
         try:
             self.writer.write(
                 self.place[0], done, self.about(ended), ended=ended, collectives=self.collectives.seen, random=self.random,
-                seconds=started - self.began, recording_seconds=self.spent,
+                seconds=time.perf_counter() - self.began, recording_seconds=self.spent,
             )  # fmt: skip
         except (OSError, SafetensorError) as error:
             self.steps = self.step = done  # the training goes on
