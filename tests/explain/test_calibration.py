@@ -21,6 +21,7 @@ from meshwright.explain import calibration
 from meshwright.explain.calibration import PARTS, calibrate_from_trace, part_times, posterior, with_links
 from meshwright.explain.explanation import explain_traces
 from meshwright.explain.folder import read_traces
+from meshwright.predict.prediction import predict
 
 TRACE = (
     Path(__file__).parent / "traces" / "dp8-rank-0.json.gz"
@@ -169,7 +170,31 @@ def test_without_shapes_the_result_is_partial_and_says_so(explanation, plan):
 
 
 def test_parts_that_the_plan_lacks_are_left_out_with_a_note(explanation, plan, monkeypatch):
-    parts = calibration.measured_parts(explanation) | {"host": 0.5}
-    monkeypatch.setattr(calibration, "measured_parts", lambda _: parts)
+    parts = calibration.measured_parts(explanation, []) | {"host": 0.5}
+    monkeypatch.setattr(calibration, "measured_parts", lambda *_: parts)
     result = calibrate_from_trace(explanation, configure(plan))
     assert any("the plan has no host" in note for note in result.notes)
+
+
+def test_an_odd_shape_on_a_gpu_does_not_slow_down_other_plans(tmp_path):
+    """Transformers' Llama on an H200 with an FFN of 5461: its products run at 14% of their usual rate."""
+    explanation = explain_traces(read_traces([TRACE.parent / "gpu-odd-shape-rank-0.json.gz"]))
+    path = tmp_path / "plan.toml"
+    cluster = Path(__file__).parents[2] / "benchmarks" / "gpu" / "h200.toml"
+    path.write_text(
+        f'cluster = "{cluster}"\n[model]\nhidden = 2048\nlayers = 12\nheads = 16\nkv_heads = 8\nffn = 5461\nvocab = 32000\n'
+        'max_positions = 2048\n[workload]\nbatch = 4\nseq = 2048\nprecision = "bf16"\n[plan]\nmicrobatch = 4\n'
+    )
+    config = configure(path, stack="torch-eager")
+    result = calibrate_from_trace(explanation, config)
+    assert "n = 5461" in result.notes[0]
+    assert result.stack.products == pytest.approx(config.stack.products, rel=0.15)
+    healthy = 0.0961  # seconds of the same run with an FFN of 5632
+    usual = config.but(model=config.model.but(ffn=5632), stack=result.stack)
+    assert predict(usual).step_time_s == pytest.approx(healthy, rel=0.07)
+
+
+def test_a_step_that_its_host_bounds_says_little_of_rates():
+    quiet, bound = np.array([0.6, 0.2, 0.2, 0.0, 0.0]), np.array([0.1, 0.0, 0.1, 0.8, 0.0])
+    assert calibration.noise_of(quiet) == pytest.approx(0.05)
+    assert calibration.noise_of(bound) > 0.2

@@ -8,7 +8,7 @@ A step time is one number; a trace has its parts. Each part is a measurement of 
     host          the device waits for launches
     network       collectives that nothing hides
 
-    ln y_part = ln t_part(x) + ε,    ε ~ NOISE,    x ~ N(numbers of the stack, as before any run is seen)
+    ln y_part = ln t_part(x) + ε,    ε ~ noise of runs,    x ~ N(numbers of the stack, as before any run is seen)
 
 t_part(x) is the predicted step less the prediction in which this work takes no time, both without the bubble. The posterior is that of the other
 calibrations (`Normal`, `prior_of`), found by Newton's method. A device whose rates are round numbers (a CPU that was never measured) has a prior
@@ -96,7 +96,7 @@ def calibrate_from_trace(explanation: TraceExplanation, config: Config, name: st
     notes = check_program(explanation, config)
     links = fitted_links(config.cluster, explanation, notes)
     cluster = with_links(config.cluster, links)
-    measured = measured_parts(explanation)
+    measured = measured_parts(explanation, notes)
     stack = config.stack.but(**dict.fromkeys(OTHER_LAUNCHES, 0.0))
     prior = prior_of(stack)
     if config.cluster.accelerator.name.startswith("cpu") and not stack.covariance:
@@ -175,8 +175,9 @@ def busiest_rank(explanation: TraceExplanation) -> int:
     )
 
 
-def measured_parts(explanation: TraceExplanation) -> dict[str, float]:
-    """Seconds of each part in the mean step of the busiest rank."""
+def measured_parts(explanation: TraceExplanation, notes: list[str]) -> dict[str, float]:
+    """Seconds of each part in the mean step of the busiest rank. Products far below the rate of their shape count at that rate: an odd size says
+    nothing of other plans."""
     rank = busiest_rank(explanation)
     on_device = next(r.found.trace.on_device for r in explanation.run.ranks if r.rank == rank)
     out = dict.fromkeys(PARTS, 0.0)
@@ -187,6 +188,13 @@ def measured_parts(explanation: TraceExplanation) -> dict[str, float]:
             out["host" if on_device else "elementwise"] += seconds
         elif kind == COMMUNICATION:
             out["network"] += seconds
+    odd = [p for p in explanation.products.get(rank, []) if p.excess_s > 0]
+    excess = sum(p.excess_s for p in odd) / len(explanation.steps[rank])
+    if excess > LEAST_SHARE * explanation.step_s:
+        out["products"] = max(out["products"] - excess, 0.0)
+        notes.append(
+            f"{excess:.3g} s of products are not used: {odd[0].shape} is far below the usual rate ({odd[0].reason})"
+        )
     return out
 
 
@@ -225,11 +233,12 @@ def posterior(
     notes += [f"the plan has no {part}, and the trace has {measured[part]:.3g} s of it: not used" for part in lacking]
     at = [i for i in at if PARTS[i] not in lacking]
     logs = np.log([measured[PARTS[i]] for i in at])
-    weight = np.eye(len(at)) / NOISE[0] ** 2
     x, fitted = prior.mean, prior
     for _ in range(ROUNDS):
         moved = np.concatenate([x[None], x + SLOPE * np.eye(len(NUMBERS))])
-        values = np.log(part_times(config, moved)[:, at])
+        times = part_times(config, moved)
+        weight = np.eye(len(at)) / noise_of(times[0]) ** 2
+        values = np.log(times[:, at])
         slopes = (values[1:] - values[0]).T / SLOPE
         precision = slopes.T @ weight @ slopes
         fitted = prior * Normal(precision, precision @ x - slopes.T @ weight @ (values[0] - logs))
@@ -238,6 +247,13 @@ def posterior(
         if np.abs(step).max() < 1e-3:
             break
     return fitted
+
+
+def noise_of(times: np.ndarray) -> float:
+    """Standard deviation of ln seconds, as of runs (`stack_fit.variance`): more where the host or the network takes most of the step, since short
+    kernels say little of rates."""
+    shares = times / times.sum()
+    return math.hypot(NOISE[0], NOISE[1] * shares[PARTS.index("network")], NOISE[2] * shares[PARTS.index("host")])
 
 
 def fitted_links(cluster: Cluster, explanation: TraceExplanation, notes: list[str]) -> tuple[FittedFactors, ...]:
