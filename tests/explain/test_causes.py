@@ -83,7 +83,12 @@ def test_steps_micro_batches_and_layers_are_recognised():
     assert [s.name for s in found.steps] == ["3", "4"]
     assert found.microbatches == 1
     assert found.layers == ("0", "1")
-    assert len(explained("gpu-item").run.ranks[0].found.layers) == 12
+    llama = explained("gpu-item").run.ranks[0].found
+    assert len(llama.layers) == 12
+    assert all(0.0015 < seconds < 0.004 for seconds in llama.layer_seconds.values())  # of 95 ms, a third is forward
+    assert llama.phases["backward"] == pytest.approx(2 * llama.phases["forward"], rel=0.2)
+    busy = explained("gpu-item").steps[0][0].total(COMPUTE) / 1e9
+    assert sum(llama.phases.values()) == pytest.approx(busy, rel=0.01)
 
 
 def test_compute_of_a_gpu_is_the_time_in_which_a_kernel_runs():

@@ -8,8 +8,9 @@ from meshwright.describe.catalog import accelerator_of, load
 from meshwright.describe.cluster import Accelerator
 from meshwright.explain.attribution import UNATTRIBUTED, Part, StepAttribution, attribute
 from meshwright.explain.causes import LostTime, lost_time, mean_parts
+from meshwright.explain.collectives import axis_of
 from meshwright.explain.products import TracedProduct, traced_products
-from meshwright.explain.ranks import TracedRun, traced_run
+from meshwright.explain.ranks import RankInGroup, TracedRun, traced_run
 from meshwright.explain.recognise import RecognisedTrace
 from meshwright.explain.trace import RankTrace
 from meshwright.units import Json
@@ -84,7 +85,10 @@ class TraceExplanation:
             "file": found.trace.file,
             "events": len(found.events),
             "microbatches": found.microbatches,
+            "stage": stage_of(next(r for r in self.run.ranks if r.rank == rank)),
             "layers": len(found.layers),
+            "forward_by_layer_s": found.layer_seconds,
+            "phases_s": found.phases,
             "collectives": len(collectives),
             "parts_s": {f"{kind}: {name}": seconds for (kind, name), seconds in self.parts[rank].items()},
             "steps": [
@@ -123,3 +127,14 @@ def device_of(traces: Sequence[RankTrace]) -> Accelerator | None:
     names = [str(properties.get("name", "")) for trace in traces for properties in trace.devices]
     card = accelerator_of(names[0]) if names else None
     return load("accelerators", card) if card else None
+
+
+def stage_of(rank: RankInGroup) -> int | None:
+    """The pipeline stage of a rank: its place in the group of its messages."""
+    c = rank.collectives
+    groups = {
+        ranks
+        for kind, name, ranks in zip(c.kind, c.group, c.ranks, strict=True)
+        if axis_of(kind, name) == "pp" and rank.rank in ranks
+    }
+    return max(groups, key=len).index(rank.rank) if groups else None

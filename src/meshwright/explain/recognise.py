@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.explain.intervals import Intervals, contains, of_spans, union
+from meshwright.explain.intervals import EMPTY, Intervals, clip, complement, contains, length, of_spans, subtract, union
 from meshwright.explain.trace import ANNOTATION, ON_DEVICE, OPERATOR, PYTHON, RUNTIME, EventTable, NamedSpan, RankTrace
 
 STEP_NAMES = re.compile(
@@ -148,6 +148,43 @@ class RecognisedTrace:
         kinds = [kind for kind, _ in seconds.most_common() if len(numbers[kind]) > 1]
         layers = numbers[kinds[0]] if kinds else set()
         return tuple(sorted(layers, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]))
+
+    def seconds_of(self, host: Intervals) -> float:
+        """Seconds per step of what the host did or launched in some intervals: of kernels if there is a device, else of the intervals themselves."""
+        begin, end = self.steps[0].start, self.steps[-1].end
+        if len(self.device):
+            mine = self.device[contains(host, self.launched_at)]
+            host = union(np.column_stack([self.events.start[mine], self.events.end[mine]]))
+        return length(clip(host, begin, end)) / 1e9 / len(self.steps)
+
+    @cached_property
+    def phases(self) -> dict[str, float]:
+        """Seconds per step of forward, backward and the optimizer."""
+        backward = subtract(self.backward, self.optimizer)
+        busy = union(self.backward, self.optimizer, self.data)
+        forward = union(*(complement(clip(busy, s.start, s.end), s.start, s.end) for s in self.host_steps))
+        return {
+            "forward": self.seconds_of(forward),
+            "backward": self.seconds_of(backward),
+            "optimizer": self.seconds_of(self.optimizer),
+        }
+
+    @cached_property
+    def layer_seconds(self) -> dict[str, float]:
+        """Seconds per step of forward in each layer."""
+        e, out = self.events, dict[str, float]()
+        for layer in self.layers:
+            whole = (
+                self.spans_of(np.isin(e.name, [e.names.index(f"nn.Module: {layer}")]))
+                if f"nn.Module: {layer}" in e.names
+                else EMPTY
+            )
+            starts = self.spans_of(self.names_with(f"FSDP::pre_forward ({layer})"))[:, 0]
+            ends = self.spans_of(self.names_with(f"FSDP::post_forward ({layer})"))[:, 1]
+            if len(starts) == len(ends) and len(starts):
+                whole = of_spans(zip(starts.tolist(), ends.tolist(), strict=True))
+            out[layer] = self.seconds_of(whole)
+        return out
 
     def phase_of(self, times: NDArray[np.int64]) -> NDArray[np.str_]:
         """forward, backward or optimizer, of launches or operators at these times of the host."""

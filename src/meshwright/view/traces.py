@@ -30,8 +30,15 @@ def page(e: TraceExplanation, beside: TraceBesidePlan | MeshwrightError) -> Rend
     title = Text(f"step {format_seconds(e.step_s)}", "bold") + Text(
         f"  {about}, {recognised}{layers}; {e.attributed:.1%} of the time attributed", "not bold"
     )
+    phases = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in first.phases.items() if seconds)
+    by_layer = sorted(first.layer_seconds.values())
+    each = (
+        f"; forward of a layer {format_seconds(by_layer[0])} to {format_seconds(by_layer[-1])}" if any(by_layer) else ""
+    )
+    about_phases = Text(f"rank {ranks[0].rank}: {phases}{each}", "dim")
     return Group(
         title,
+        about_phases,
         causes(e),
         parts(e),
         *late(e),
