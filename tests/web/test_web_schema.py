@@ -37,9 +37,11 @@ def test_the_document_names_every_address(server: str) -> None:
     document = CLIENT.get(server + "/api/openapi.json").json()
     assert document == schema.document()
     for path, operations in document["paths"].items():
+        if path == "/api/watch":  # its answer does not end
+            continue
         method = "post" if "post" in operations else "get"
         answer = CLIENT.request(method, server + path.replace("{name}", "none"), json={} if method == "post" else None)
-        assert answer.status_code in (200, 400, 404), path
+        assert answer.status_code in (200, 400, 404, 415), path
         assert "is not an address" not in answer.text
 
 

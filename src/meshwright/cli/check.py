@@ -85,7 +85,7 @@ def compare_command(
         one, many = Recording.read(reference), Recording.read(candidate)
         comparison = compare(one, many, one.perturbed(), read_table(table))
     if html is not None:
-        from meshwright.check.html import document
+        from meshwright.check.comparison_view import document
         from meshwright.describe.files import write_text
 
         write_text(html, document(one, many, comparison))

@@ -63,7 +63,7 @@ def flight_records(folder: Path, html: str, as_json: bool) -> None:
 
     with patient("reading flight records", measurable=False):
         report = explain_flight(read_folder(folder))
-    write_page(html, "flight records", page(report))
+    write_page(html, "Flight records", page(report))
     present(page(report), report.as_dict(), as_json)
 
 
@@ -75,13 +75,13 @@ def snapshots(files: list[Path], prediction: Prediction | None, html: str, as_js
     with patient("reading memory snapshots", measurable=False):
         reports = [report for file in files for report in read_snapshot(file)]
     predicted = {"predicted_gib_by_stage": prediction.memory_by_stage} if prediction else {}
-    write_page(html, "memory at the peak", page(reports, prediction))
+    write_page(html, "Memory at the peak", page(reports, prediction))
     present(page(reports, prediction), {"devices": [report.as_dict() for report in reports], **predicted}, as_json)
 
 
 def write_page(html: str, title: str, shown: Any) -> None:
     """Write what the terminal shows to an HTML file, if one is named."""
-    from meshwright.view.html import as_html
+    from meshwright.view.page.sheet import parts_of, sheet
 
     if html:
-        write_text(html, f"<!doctype html><meta charset=utf-8><title>{title}</title>{as_html(shown)}")
+        write_text(html, sheet(title, [], parts_of(shown)))

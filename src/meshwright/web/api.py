@@ -8,16 +8,21 @@ POST /api/model         a Hugging Face config.json to a [model] table
 POST /api/cluster       the lines of a TOML file to a [cluster] table
 POST /api/settings      the lines of a settings file of another framework to the sections of a plan file
 GET  /api/catalog       what the inputs offer
-GET  /api/runs          run folders (`web.runs`)
+GET  /api/runs          run folders (`view.page.runs`)
+GET  /api/watch         what is new in them, as a stream of events
+POST /api/dropped       traces, or recordings of `check`: the view that shows them
 
 Errors are raised: `app` turns them into answers. `Cache` keeps the newest answers by their requests, up to a number of bytes.
 """
 
 import asyncio
+import contextlib
 import json
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from starlette.requests import Request
@@ -26,7 +31,8 @@ from starlette.types import Receive, Scope, Send
 from meshwright.errors import MeshwrightError
 from meshwright.units import Json
 from meshwright.view.page.registry import SEARCH, view
-from meshwright.view.page.runs import RunFolders
+from meshwright.view.page.runs import RunFolders, RunWatch, unreadable
+from meshwright.web import dropped
 from meshwright.web.bodies import MOST_BYTES, ViewsBody, parse
 from meshwright.web.jobs import Refused, WorkerPool
 from meshwright.web.safety import read_body
@@ -57,7 +63,9 @@ class Cache:
 
 
 QUICK, SEARCHED = "quick", "search"
-POOL_OF = {"plan": SEARCHED}  # tasks that search; all others are quick
+POOL_OF = dict.fromkeys(("plan", "explain", "compare"), SEARCHED)  # tasks that take seconds; all others are quick
+WATCH_S, HEARTBEAT_S = 0.5, 15.0
+MOST_STREAMS, MOST_WATCHED = 32, 16
 JSON, NDJSON = b"application/json", b"application/x-ndjson"
 
 Sender = Callable[[Send], Awaitable[None]]
@@ -95,6 +103,8 @@ class Api:
 
     def __init__(self, pools: dict[str, WorkerPool], cache: Cache, runs: RunFolders) -> None:
         self.pools, self.cache, self.run_folders = pools, cache, runs
+        self.closing, self.watching = asyncio.Event(), 0
+        self.reading_files = asyncio.Lock()
 
     def task(self, name: str) -> Callable[[Request], Awaitable[Answer]]:
         """The handler of a route that answers with one JSON value."""
@@ -122,11 +132,67 @@ class Api:
             try:
                 line = await asyncio.to_thread(lambda: to_line(function()))
             except OSError as error:
-                what, why = "the run folder cannot be read", error.strerror or ""
-                raise MeshwrightError("MW-REP-001", what, why=why) from None
+                raise unreadable(error) from None
             await send_json(send, line)
 
         return sender
+
+    async def watch(self, request: Request) -> Answer:
+        """What is new in the list of runs and in the runs named by `run`, as a stream of events that ends with the client or the server.
+
+        An event's id is what was sent until then: a browser that reconnects sends the last one back and gets what it missed."""
+        names = request.query_params.getlist("run")[:MOST_WATCHED]
+        seen = request.headers.get("last-event-id") or request.query_params.get("seen", "")
+        if self.watching >= MOST_STREAMS:
+            what, fix = f"{self.watching} pages watch runs already", "close one of them"
+            raise Refused.of(429, MeshwrightError("MW-WEB-002", what, fix=fix))
+        return Answer(lambda send: self.send_news(RunWatch(self.run_folders, names, seen), send))
+
+    async def send_news(self, runs: RunWatch, send: Send) -> None:
+        self.watching += 1
+        try:
+            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            silent = 0.0
+            while not self.closing.is_set():
+                events = await asyncio.to_thread(runs.news)
+                silent = 0.0 if events else silent + WATCH_S
+                if silent >= HEARTBEAT_S:  # a connection that broke is noticed when something is sent
+                    events, silent = [(":", {})], 0.0
+                for name, data in events:
+                    text = b":\n\n" if name == ":" else event_bytes(name, data, runs.seen)
+                    await send({"type": "http.response.body", "body": text, "more_body": True})
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.closing.wait(), WATCH_S)
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self.watching -= 1
+
+    async def dropped(self, request: Request) -> Answer:
+        """The view of dropped traces or recordings. One such body is read at a time: others are refused."""
+        if request.headers.get("content-type", "") != dropped.TYPE:
+            what = f"the content type is not {dropped.TYPE}"
+            raise Refused.of(415, MeshwrightError("MW-WEB-004", what, fix=f"Content-Type: {dropped.TYPE}"))
+        if self.reading_files.locked():
+            what, fix = "files are read already", "try again when their view is there"
+            raise Refused.of(429, MeshwrightError("MW-WEB-002", what, fix=fix))
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.reading_files)
+            folder = stack.enter_context(TemporaryDirectory(prefix="meshwright-"))
+            files = dropped.DroppedFiles(Path(folder))
+            await dropped.receive_files(request.receive, files)
+            kept = stack.pop_all()  # until the answer was sent, or the client has left
+        task, body = files.task(request.query_params.get("reference", ""))
+
+        async def sender(send: Send) -> None:
+            async with kept:
+                try:
+                    line = await self.computed(task, body)
+                except Refused as refused:
+                    raise Refused(refused.status, files.in_words(refused.error)) from None
+            await send_json(send, line)
+
+        return Answer(sender)
 
     async def views(self, request: Request) -> Answer:
         """The handler of /api/views."""
@@ -220,6 +286,11 @@ class Api:
                 raise
             for name in sorted(missing):
                 yield to_line({"view": name, "data": None, "compare_data": None, "final": True, "error": refused.error})
+
+
+def event_bytes(name: str, data: Json, seen: str) -> bytes:
+    """One server-sent event."""
+    return f"event: {name}\nid: {seen}\ndata: ".encode() + to_line(data) + b"\n"
 
 
 async def send_json(send: Send, line: bytes) -> None:

@@ -36,7 +36,7 @@ class Site:
         self.app = RequestGuard(Starlette(routes=self.routes(runs), exception_handlers=HANDLERS), port, digest)
 
     def routes(self, runs: Path | None) -> list[Route]:
-        api = Api(self.pools, Cache(CACHE_BYTES), RunFolders(runs))
+        api = self.api = Api(self.pools, Cache(CACHE_BYTES), RunFolders(runs))
         return [
             Route("/", self.index),
             Route("/static/{path:path}", static, middleware=[Middleware(GZipMiddleware)]),
@@ -44,6 +44,8 @@ class Site:
             *(Route(f"/api/{name}", api.task(name), methods=["POST"]) for name in {*TASKS} - {"views", "catalog"}),
             Route("/api/catalog", api.catalog, methods=["GET"]),
             Route("/api/openapi.json", openapi, methods=["GET"]),
+            Route("/api/watch", api.watch, methods=["GET"]),
+            Route("/api/dropped", api.dropped, methods=["POST"]),
             Route("/api/runs", api.runs, methods=["GET"]),
             Route("/api/runs/{name}", api.run, methods=["GET"]),
         ]
@@ -58,6 +60,10 @@ class Site:
         self.pools[SEARCHED] = WorkerPool(SEARCHED, 2, SEARCH_WAITING, SEARCH_LIMIT_S, finish=False)
         for pool in self.pools.values():
             await pool.start()
+
+    def end_streams(self) -> None:
+        """End the answers that would last as long as the server."""
+        self.api.closing.set()
 
     async def stop(self) -> None:
         """End the worker processes and what they compute."""

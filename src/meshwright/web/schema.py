@@ -12,6 +12,7 @@ from meshwright import __version__
 from meshwright.describe import catalog
 from meshwright.describe import schema as describe_schema
 from meshwright.describe.draft import NAMED
+from meshwright.web import dropped
 from meshwright.web.bodies import ClusterBody, QuestionBody, SettingsBody, ShowBody, ViewsBody
 
 Schema = dict[str, Any]
@@ -98,12 +99,23 @@ ROUTES = (
     ("get", "catalog", "Models, clusters, stacks, schedules, fields, presets and views", "", ("models", "clusters", "stacks")),
     ("get", "runs", "Run folders below the folder given at start", "", ("runs",)),
     ("get", "runs/{name}", "One run folder: new rows and files since `seen`", "", ("name", "rows", "seen")),
+    ("get", "watch", "What is new in the list of runs and in those named by `run`, as server-sent events", "", {"type": "string"}),
+    ("post", "dropped", "Traces, or recordings of `check`: a line of JSON with name and size before each file", {"type": "string"}, ("view", "data")),
     ("get", "openapi.json", "This document", "", ("openapi", "paths")),
 )  # fmt: skip
-RUN_PARAMETERS = [
-    {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},
-    {"name": "seen", "in": "query", "required": False, "schema": {"type": "string"}},
-]
+PARAMETERS = {
+    "runs/{name}": [
+        {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},
+        {"name": "seen", "in": "query", "required": False, "schema": {"type": "string"}},
+    ],
+    "watch": [
+        {"name": "run", "in": "query", "required": False, "schema": {"type": "array", "items": {"type": "string"}}},
+        {"name": "seen", "in": "query", "required": False, "schema": {"type": "string"}},
+    ],
+    "dropped": [{"name": "reference", "in": "query", "required": False, "schema": {"type": "string"}}],
+}
+CONTENT = {"dropped": dropped.TYPE}  # of a body that is not JSON
+MEDIA = {"views": "application/x-ndjson", "watch": "text/event-stream"}
 
 
 def paths() -> dict[str, Schema]:
@@ -121,15 +133,16 @@ def paths() -> dict[str, Schema]:
                 if body
                 else {"anyOf": [ref("PlanFile"), with_question]}
             )
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            operation["requestBody"] = {
+                "required": True,
+                "content": {CONTENT.get(address, "application/json"): {"schema": schema}},
+            }
         else:
-            statuses = [400, 403, *([404] if "{" in address else [])]
+            statuses = [400, 403, *([404] if "{" in address else []), *([429] if address == "watch" else [])]
         made = {"type": "object", "required": list(answer)} if isinstance(answer, tuple) else answer
-        operation["responses"] = responses(
-            made, "application/x-ndjson" if address == "views" else "application/json", statuses
-        )
-        if "{" in address:
-            operation["parameters"] = RUN_PARAMETERS
+        operation["responses"] = responses(made, MEDIA.get(address, "application/json"), statuses)
+        if address in PARAMETERS:
+            operation["parameters"] = PARAMETERS[address]
         out[f"/api/{address}"] = {method: operation}
     return out
 

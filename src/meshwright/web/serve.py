@@ -35,6 +35,7 @@ def serve(port: int, runs: Path | None, ready: Callable[[str], None]) -> None:
                 ready(f"http://{HOST}:{number}")
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            site.end_streams()
             await super().shutdown(sockets)
             await site.stop()
 

@@ -8,11 +8,13 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from meshwright.describe.config import Config, cluster_table
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
+from meshwright.version import require_torch
 from meshwright.view.page.choices import choices
 from meshwright.view.page.registry import SEARCH, view
 from meshwright.view.page.subject import Subject
@@ -113,6 +115,29 @@ def views(body: dict[str, Any]) -> Lines:
         yield line(name, subject, second, options.get(name) or {})
 
 
+# Tasks that no route has: their bodies have the paths that `web.dropped` wrote files to.
+
+
+def explain_files(body: dict[str, Any]) -> Lines:
+    """The data of the view of traced steps, beside the plan that the traces show."""
+    from meshwright.explain.beside import beside_plan
+    from meshwright.explain.explanation import explain_traces
+    from meshwright.explain.folder import read_traces
+    from meshwright.view.page.traced import data
+
+    explanation = explain_traces(read_traces(map(Path, body["files"])))
+    yield {"view": "traced", "data": data(explanation, beside_plan(explanation))}
+
+
+def compare_files(body: dict[str, Any]) -> Lines:
+    """The data of the view of a comparison of recordings."""
+    require_torch("comparing recordings")
+    from meshwright.check.comparison_view import data_of
+
+    folders = {name: Path(path) for name, path in body["folders"].items()}
+    yield {"view": "checked", "data": data_of(folders, body["reference"])}
+
+
 def line(
     name: str, subject: Subject, second: Subject | None, options: dict[str, Any], final: bool = True
 ) -> dict[str, Any]:
@@ -168,3 +193,4 @@ TASKS: dict[str, Callable[[dict[str, Any]], Lines]] = {
     "show": show,
     "catalog": catalog,
 }
+OF_FILES: dict[str, Callable[[dict[str, Any]], Lines]] = {"explain": explain_files, "compare": compare_files}

@@ -69,9 +69,8 @@ def live_page() -> tuple[str, str]:
     return frame.replace(IMPORT_MAP, f'<script type="importmap">{content}</script>'), f"'sha256-{digest}'"
 
 
-def offline_page(title: str, data: Json, bare: bool = False) -> str:
-    """The page as one file that opens from disk: style, modules and data are inside; it may reach no address. `bare`: views that belong
-    to no plan, without inputs and verdict."""
+def offline_page(title: str, data: Json) -> str:
+    """The page as one file that opens from disk: style, modules and data are inside; it may reach no address."""
     addresses = {
         name: "data:text/javascript;base64," + base64.b64encode(text).decode("ascii")
         for name, text in scripts().items()
@@ -81,7 +80,7 @@ def offline_page(title: str, data: Json, bare: bool = False) -> str:
     frame = f"{before}<title>{html.escape(title)}</title>{after.partition('</title>')[2]}"
     style = static_file("style.css").decode("utf-8")
     parts = {
-        STYLESHEET: f"{POLICY}\n<style>\n{style}{BARE if bare else ''}</style>",
+        STYLESHEET: f"{POLICY}\n<style>\n{style}</style>",
         IMPORT_MAP: f'<script type="application/json" id="meshwright-data">{for_script(data)}</script>\n'
         f'<script type="importmap">{import_map(addresses)}</script>',
         MAIN: '<script type="module">import "meshwright/main.js";</script>',
@@ -98,10 +97,6 @@ POLICY = (
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline' data:; "
     "style-src 'unsafe-inline'; img-src data:\">"
 )
-
-
-# What a page without a plan hides.
-BARE = "#inputs, #inputs-button, #actions, #verdict, #views, #subject { display: none !important; } #page { display: block; }\n"
 
 
 def for_script(value: Any) -> str:

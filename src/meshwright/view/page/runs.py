@@ -10,8 +10,10 @@ those found there and never joined to a path; a link that leads out of the folde
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, urlencode
 
 from meshwright.describe.run_folder import (
     EVENTS,
@@ -28,12 +30,12 @@ from meshwright.describe.run_folder import (
     read_json,
     state,
 )
-from meshwright.errors import unknown
+from meshwright.errors import MeshwrightError, unknown
 from meshwright.units import Json
 from meshwright.view.runs import configuration, summary
 
 PARTS = ("prediction", *RESULTS, "proof")
-MOST_RUNS, MOST_ROWS = 200, 4000
+MOST_RUNS, MOST_ROWS, LONGEST_SEEN = 200, 4000, 20_000
 
 
 class SeenFiles(NamedTuple):
@@ -85,6 +87,46 @@ class RunFolders:
         if name not in known:
             raise unknown("MW-REP-001", "run folder", name, known)
         return {**run_data(known[name], seen), "name": name}
+
+
+class RunWatch:
+    """What is new since the last time in the list of runs and in some of them. `seen` is the position of what was given out, as text that has
+    only letters of an address: a new watch that begins with it goes on from there."""
+
+    def __init__(self, folders: RunFolders, names: Sequence[str], seen: str = "") -> None:
+        self.folders, self.names = folders, names
+        self.listed: Json | None = None
+        pairs = parse_qsl(seen, max_num_fields=2 * len(names) + 1) if len(seen) < LONGEST_SEEN else []
+        self.positions = {name: position for name, position in pairs if name in names}
+        self.states: dict[str, str] = {}
+
+    @property
+    def seen(self) -> str:
+        return urlencode(self.positions)
+
+    def news(self) -> list[tuple[str, Json]]:
+        """The events since the last call: ("runs", the list), then ("run", what is new in one run, or why it cannot be read)."""
+        try:
+            listed = self.folders.listing()
+        except OSError as error:
+            listed = {"folder": "", "runs": [], "error": unreadable(error).as_dict()}
+        out = [] if listed == self.listed else [("runs", listed)]
+        self.listed, known = listed, {row["name"] for row in listed["runs"]}
+        for name in (name for name in self.names if name in known):
+            before = self.positions.get(name, "")
+            try:
+                run = self.folders.run(name, before)
+            except (OSError, MeshwrightError) as error:
+                found = unreadable(error) if isinstance(error, OSError) else error
+                run = {"name": name, "error": found.as_dict(), "seen": before, "state": "unreadable"}
+            if run["seen"] != before or run["state"] != self.states.get(name):
+                out.append(("run", run))
+            self.positions[name], self.states[name] = run["seen"], run["state"]
+        return out
+
+
+def unreadable(error: OSError) -> MeshwrightError:
+    return MeshwrightError("MW-REP-001", "the run folder cannot be read", why=error.strerror or "")
 
 
 def run_entry(folder: Path) -> Json:

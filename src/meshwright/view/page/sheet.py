@@ -1,12 +1,16 @@
-"""Charts and tables that belong to no plan, as one HTML file in the frame of the page: `bench --html` and `validate --html`.
+"""Charts and tables that belong to no plan, as one HTML file in the frame of the page: `bench --html`, `validate --html`, `explain --html` of
+flight records and memory snapshots.
 
-A part is a chart (series of points on logarithmic axes), quantiles of ratios by group, or a table of the terminal. `views/sheet.js` draws them.
+A part is a chart (series of points on logarithmic axes), quantiles of ratios by group, or a table or a line of the terminal. `views/sheet.js` draws
+them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from rich.console import Group, RenderableType
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +26,7 @@ from meshwright.view.page.bundle import written_view
 
 MOST_SERIES = 12  # of a chart of pairs: the first ones; the JSON file has all
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
+TONES = {"red": "bad", "yellow": "warn", "green": "good", "dim": "quiet", "bold": "strong"}
 Part = dict[str, Any]
 
 
@@ -41,6 +46,24 @@ def grid(table: Table) -> Part:
     columns = [{"name": str(column.header), "right": column.justify == "right"} for column in table.columns]
     rows = [[plain(cell) for cell in cells] for cells in zip(*(column.cells for column in table.columns), strict=True)]
     return {"title": str(table.title or ""), "columns": columns, "rows": rows}
+
+
+def parts_of(shown: RenderableType) -> list[Part]:
+    """What the terminal shows as data: tables, and lines with the tone of their first styled words."""
+    match shown:
+        case Group():
+            return [part for inner in shown.renderables for part in parts_of(inner)]
+        case Panel():
+            return [{"line": plain(shown.title or ""), "tone": "strong"}, *parts_of(shown.renderable)]
+        case Table():
+            return [grid(shown)]
+    words = shown if isinstance(shown, Text) else Text.from_markup(str(shown))
+    return [{"line": words.plain, "tone": tone_of(words)}] if words.plain.strip() else []
+
+
+def tone_of(words: Text) -> str:
+    styles = " ".join([str(words.style), *(str(span.style) for span in words.spans[:1])])
+    return next((tone for colour, tone in TONES.items() if colour in styles), "")
 
 
 def plain(cell: Any) -> str:

@@ -47,7 +47,8 @@ function navigation() {
   const views = inWorkspace(workspace);
   clear(parts.nav).append(button, h("ul", null, views.map((view) => h("li", null, link(view)))));
   parts.nav.hidden = views.length < 2;
-  document.body.dataset.workspace = workspace;
+  parts.workspaces.hidden = tabs.length < 2;
+  document.body.dataset.workspace = source.bare ? "none" : workspace;
 }
 
 function link(view, title = view.short ?? view.title) {

@@ -7,6 +7,8 @@ const embedded = element ? JSON.parse(element.textContent) : null;
 export const live = embedded === null;
 /** The state in a written file, or null. */
 export const state = embedded?.state ?? null;
+/** Whether this is a written file whose views belong to no plan. */
+export const bare = Boolean(embedded?.bare);
 /** The command that opens the live page. */
 export const command = embedded?.command ?? "meshwright web";
 /** Whether a written file has the data of a view. */
@@ -28,8 +30,8 @@ async function failure(response) {
   return new Refusal({ code: `HTTP ${response.status}`, what: "the server did not answer", why: response.statusText, valid: [], fix: "" });
 }
 
-async function ask(path, { body, signal } = {}) {
-  const options = body === undefined ? { signal } : { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal };
+async function ask(path, { body, signal, type = "application/json" } = {}) {
+  const options = body === undefined ? { signal } : { method: "POST", headers: { "Content-Type": type }, body: body instanceof Blob ? body : JSON.stringify(body), signal };
   let response;
   try {
     response = await fetch(path, options);
@@ -74,6 +76,8 @@ export const plan = (config, signal) => json("/api/plan", { body: config, signal
 export const model = (table) => json("/api/model", { body: table });
 export const settings = (text, name, gpus) => json("/api/settings", { body: { lines: text.split("\n"), name, gpus } });
 export const cluster = (toml) => json("/api/cluster", { body: { lines: toml.split("\n") } });
+/** The view of dropped files: { view, data }. Their bytes go to this server as they are read from the disk. */
+export const dropped = (files, reference, signal) => json(`/api/dropped${reference ? `?reference=${encodeURIComponent(reference)}` : ""}`, { body: new Blob(files.flatMap(({ name, file }) => [`${JSON.stringify({ name, size: file.size })}\n`, file])), type: "application/x-meshwright-files", signal });
 /** Whether there may be training runs: a server knows some, or `meshwright report` wrote them into the file. */
 export const hasRuns = live || Boolean(embedded.runs);
 export const runs = (signal) => (live ? json("/api/runs", { signal }) : Promise.resolve(embedded.runs));

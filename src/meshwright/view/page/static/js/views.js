@@ -1,6 +1,7 @@
 // The views in the order of the navigation: one import and one entry each.
 
 import { view as batch } from "meshwright/views/batch.js";
+import { view as checked } from "meshwright/views/checked.js";
 import { view as collectives } from "meshwright/views/collectives.js";
 import { view as goodput } from "meshwright/views/goodput.js";
 import { view as heatmap } from "meshwright/views/heatmap.js";
@@ -51,5 +52,7 @@ export const VIEWS = [
   zero,
   overlap,
   runs,
-  ...(source.live ? [] : [sheet, traced]), // only in written files
+  traced,
+  checked,
+  ...(source.live ? [] : [sheet]), // only in written files
 ];

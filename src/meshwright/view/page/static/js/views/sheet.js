@@ -11,9 +11,21 @@ export const view = {
   workspace: "plan",
   draw(element, data) {
     for (const note of data.notes) element.append(h("p", { class: "sentence" }, note));
-    for (const part of data.parts) element.append(part.series ? chart(part) : part.ratios ? ratios(part) : grid(part));
+    parts(element, data.parts);
   },
 };
+
+/** Charts, tables and lines, one below the other; lines that follow each other share a panel. */
+export function parts(element, all) {
+  let lines = null;
+  for (const part of all) {
+    if (part.line === undefined) element.append(part.series ? chart(part) : part.ratios ? ratios(part) : grid(part));
+    else {
+      if (!lines || element.lastChild !== lines) element.append((lines = panel("", "")));
+      lines.append(h("p", { class: `line tone-${part.tone || "ink"}` }, part.line));
+    }
+  }
+}
 
 /** Series of points [x, y, low, high, words] on logarithmic axes, each with an optional line [[x, y], …]. */
 function chart({ title, note, x: across, y: up, series }) {

@@ -1,6 +1,8 @@
 // Traced steps beside the prediction: a strip per rank, what to change first, and the waterfall from the predicted to the measured step.
 
 import { axis, band, bars, figure, format, h, label, legend, linear, panel, rect, stat, table } from "meshwright/draw.js";
+import { zone } from "meshwright/dropped.js";
+import * as source from "meshwright/source.js";
 
 const COLOURS = {
   "compute: products": { colour: "compute" }, "compute: attention": { colour: "ep" }, "compute: loss": { colour: "pp" }, "compute: optimizer": { colour: "optimizer" },
@@ -14,27 +16,32 @@ export const view = {
   name: "traced",
   title: "Traced steps",
   short: "Traced",
-  group: "runs",
+  workspace: "runs",
+  needs: source.live ? [] : ["traced"],
   sentence: "Where a step of each traced rank went, beside the prediction of its plan. Each moment belongs to one part, so the parts of a strip sum to its step.",
   draw(element, data) {
-    element.append(h("div", { class: "stats" }, ...stats(data)));
-    const first = panel("What to change first", data.causes.length ? "Causes of lost time, with the seconds of a step that each costs." : "No cause of lost time above 1% of the step: compute fills it.");
-    if (data.causes.length) first.append(table([
-      { title: "cause", key: "cause" }, { title: "per step", key: "seconds", text: (s) => format.seconds(s), align: "right" },
-      { title: "evidence", key: "evidence" }, { title: "change", key: "fix" }], data.causes));
-    element.append(first);
-    const strip = panel(`One step of each rank (step ${data.step})`, data.predicted ? "The prediction is below, its parts one after the other. Where many short pieces meet, the longest is drawn." : data.no_prediction);
-    element.append(strip);
-    strips(strip, data);
-    if (!data.predicted) return;
-    const fall = panel("From the predicted to the measured step", `Rank ${data.predicted.rank}: red bars are slower than predicted, green ones faster.`);
-    element.append(fall);
-    waterfall(fall, data.predicted);
-    element.append(panel("The largest differences", data.predicted.plan, table([
-      { title: "part", key: "name" }, { title: "predicted", key: "predicted_s", text: (s) => format.seconds(s), align: "right" }, { title: "measured", key: "measured_s", text: (s) => format.seconds(s), align: "right" },
-      { title: "reason", key: "reason" }], data.predicted.largest)));
+    zone(element, "traced", "Drop the profiler traces of any training program here, one file for each rank, or a folder with them (.json or .json.gz).", data.traced, steps);
   },
 };
+
+function steps(element, data) {
+  element.append(h("div", { class: "stats" }, ...stats(data)));
+  const first = panel("What to change first", data.causes.length ? "Causes of lost time, with the seconds of a step that each costs." : "No cause of lost time above 1% of the step: compute fills it.");
+  if (data.causes.length) first.append(table([
+    { title: "cause", key: "cause" }, { title: "per step", key: "seconds", text: (s) => format.seconds(s), align: "right" },
+    { title: "evidence", key: "evidence" }, { title: "change", key: "fix" }], data.causes));
+  element.append(first);
+  const strip = panel(`One step of each rank (step ${data.step})`, data.predicted ? "The prediction is below, its parts one after the other. Where many short pieces meet, the longest is drawn." : data.no_prediction);
+  element.append(strip);
+  strips(strip, data);
+  if (!data.predicted) return;
+  const fall = panel("From the predicted to the measured step", `Rank ${data.predicted.rank}: red bars are slower than predicted, green ones faster.`);
+  element.append(fall);
+  waterfall(fall, data.predicted);
+  element.append(panel("The largest differences", data.predicted.plan, table([
+    { title: "part", key: "name" }, { title: "predicted", key: "predicted_s", text: (s) => format.seconds(s), align: "right" }, { title: "measured", key: "measured_s", text: (s) => format.seconds(s), align: "right" },
+    { title: "reason", key: "reason" }], data.predicted.largest)));
+}
 
 function stats(data) {
   const p = data.predicted;
