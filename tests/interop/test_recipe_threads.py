@@ -69,6 +69,48 @@ def test_a_gpu_with_more_memory_than_the_catalogs_is_judged_by_its_own() -> None
     assert check({**recipe, "hardware": "H100 96GB"}).fits is True
 
 
+@pytest.mark.parametrize(
+    ("framework", "settings", "stack"),
+    [("TRL", {"deepspeed": "zero2.json"}, "deepspeed"), ("TRL", {"fsdp": "full_shard"}, "accelerate"),
+     ("axolotl", {"deepspeed": "deepspeed_configs/zero3_bf16.json"}, "deepspeed"), ("accelerate", {"distributed_type": "DEEPSPEED", "deepspeed_config.zero_stage": 2}, "deepspeed"),
+     ("accelerate", {"distributed_type": "FSDP"}, "accelerate"), ("LLaMA-Factory", {"deepspeed": "ds_z3_config.json"}, "deepspeed")],
+)  # fmt: skip
+def test_the_stack_of_trainers_that_shard_by_deepspeed_is_deepspeed(
+    framework: str, settings: dict[str, Any], stack: str
+) -> None:
+    reading = check({"id": "one", "framework": framework, "gpus": 8, "settings": settings}).reading
+    assert reading is not None
+    assert reading.stack.name == stack
+
+
+def test_deepspeed_keeps_parameters_gathered() -> None:
+    """By default 10⁹ of them in 16 bits: more than the head with its norm, the largest unit of an 8B model."""
+    settings = {
+        "zero_optimization.stage": 3,
+        "bf16.enabled": True,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization.stage3_prefetch_bucket_size": 0,
+    }
+    row = {
+        "id": "one",
+        "framework": "DeepSpeed",
+        "model": "meta-llama/Meta-Llama-3-8B",
+        "gpus": 8,
+        "hardware": "A100",
+        "settings": settings,
+    }
+    few = {**row, "settings": {**settings, "zero_optimization.stage3_max_live_parameters": 1}}
+    default, least = (check(each).memory_gib or 0.0 for each in (row, few))
+    assert default - least == pytest.approx(2 * (1e9 - 128257 * 4096) / 2**30)
+
+
+def test_frozen_weights_of_adapters_take_memory() -> None:
+    """A quarter of 16 bits, shared by two cards: 70B take 17 GiB on each, although their shards have no fp32 copy."""
+    row = next(row for row in ROWS if row["source"].endswith("/1522"))
+    weights = 69e9 * 4.5 / 8 / 2 / 2**30
+    assert (check({**row["before"], "id": "one"}).memory_gib or 0.0) > weights
+
+
 def test_offload_in_the_name_of_a_deepspeed_file() -> None:
     reading = check({"id": "one", "framework": "TRL", "settings": {"deepspeed": "ds_z3_offload_config.json"}}).reading
     assert reading is not None

@@ -130,7 +130,8 @@ class Assembled:
     plan: dict[str, Any] = field(default_factory=dict)
     workload: dict[str, Any] = field(default_factory=dict)
     gpus: int = 0
-    stack: dict[str, Any] = field(default_factory=dict)  # what the settings change of the framework's stack
+    stack_name: str = ""  # entry of the catalog: the framework's, or DeepSpeed's where that shards
+    stack: dict[str, Any] = field(default_factory=dict)  # what the settings change of it
     exposed: list[str] = field(default_factory=list)  # axes that the settings do not overlap and the framework could
     assumed: list[str] = field(default_factory=list)
     problems: list[SettingsProblem] = field(default_factory=list)
@@ -159,7 +160,8 @@ def assemble(
     _batch(facts, out)
     _memory(facts, out)
     _numerics(facts, out)
-    stack = catalog.load("stacks", framework.stack)
+    out.stack_name = "deepspeed" if facts.get("by_deepspeed") and out.plan["zero"] else framework.stack
+    stack = catalog.load("stacks", out.stack_name)
     out.exposed = switch_plan(facts, out.plan, stack)
     out.stack = switch_stack(facts, out.plan, stack)
     return out

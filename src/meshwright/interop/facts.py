@@ -58,6 +58,7 @@ FACTS: dict[str, str] = {
     "fsdp": "parameters are sharded by FSDP",
     "cuda_graphs": "kernels are launched by CUDA graphs",
     "eager_steps": "steps are not captured in CUDA graphs",
+    "by_deepspeed": "DeepSpeed shards, by a file that the settings name or a section of theirs",
     "wrap_policy": "every layer is a unit of FSDP",
     "ring_attention": "the attention kernel that context parallelism needs",
     "expert_plugin": "the plug-in of expert parallelism is on",
@@ -91,6 +92,7 @@ FACTS: dict[str, str] = {
     "offloads_modules": "activations of named modules go to host memory",
     "offload_modules": "modules whose activations go to host memory",
     "outer_optimizer": "optimizer states are sharded over the groups with copies as well",
+    "live_parameters": "parameters that DeepSpeed's ZeRO-3 keeps gathered",
     "bucket": "bytes of a gradient bucket",
     "bucket_elements": "elements of a gradient bucket",
     "bucket_mb": "millions of bytes of a gradient bucket",
@@ -144,7 +146,7 @@ NUMBERS = {
     "tp", "cp", "pp", "ep", "expert_tp", "replicate", "dp", "gpus", "nodes", "gpus_per_node", "virtual", "layers_per_chunk",
     "first_layers", "last_layers", "microbatch_group", "batch", "microbatch", "local_batch", "pipeline_microbatch",
     "pipeline_microbatches", "accumulation", "microbatch_tokens", "batch_tokens", "seq", "packed_seq", "decoder_seq",
-    "bucket", "bucket_elements", "bucket_mb", "model.hidden", "model.layers", "model.heads", "model.kv_heads", "model.head_dim",
+    "bucket", "bucket_elements", "bucket_mb", "live_parameters", "model.hidden", "model.layers", "model.heads", "model.kv_heads", "model.head_dim",
     "model.ffn", "model.vocab", "model.experts", "model.top_k",
 }  # fmt: skip
 WHOLE = {  # from 0 up

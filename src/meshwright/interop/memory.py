@@ -123,10 +123,11 @@ def _expert_values(model: Model) -> int:
 #
 # quantised   frozen weights have 4 or 8 bits, and a scale per 64 values; parameters that are offloaded take no memory of the GPU
 # adapters    only low-rank adapters have gradients and optimizer states: 12 bytes for each of their parameters (16-bit weight and
-#             gradient, two fp32 moments)
+#             gradient, two fp32 moments); frozen weights have no master copy
 # recompute   selective recompute of named modules, and activations that are offloaded by module or by layer (`kept_share`)
 # replicas    Megatron's hybrid FSDP can shard the optimizer states over the groups with copies of the parameters as well
 # shards      FSDP2 keeps one fp32 shard of the parameters and casts what it gathers: no 16-bit shard
+#             DeepSpeed's ZeRO-3 has 16-bit shards, and keeps up to `stage3_max_live_parameters` gathered: 10⁹ if it is not set
 # loss        without a fused loss, a logit takes 12 bytes instead of 4: in 16 bits with its gradient, and both in fp32; 16 bytes where the
 #             vocabulary is split over tensor-parallel ranks by DTensor, whose backward holds four fp32 tensors of that size
 # 8 bits      Transformer Engine keeps the inputs of fp8 products in 8 bits, and of fp4 products in 4: about half of what a layer saves
@@ -144,12 +145,16 @@ SPLIT_LOSS_BYTES = 12.0  # the same, with DTensor's loss over a split vocabulary
 KEPT_SHARE = {**dict.fromkeys(FP8, 0.75), "fp4": 0.64}
 GIB = 2.0**30
 DEFAULT_RANK = 16
+LIVE_PARAMETERS = 1e9  # default of DeepSpeed's stage3_max_live_parameters
 
 
 def peak_memory(reading: SettingsReading, cluster: Cluster) -> tuple[float, float]:
     """GiB of the fullest rank, and the memory of its device."""
     cluster = cluster.with_gpus(reading.gpus)
-    result = estimate(Config(reading.shape.model, cluster, reading.plan, reading.workload, reading.stack))
+    plan, stack = reading.plan, reading.stack
+    if reading.facts.get("adapters"):
+        plan, stack = plan.but(master=False), stack.but(lazy_gradients=False)
+    result = estimate(Config(reading.shape.model, cluster, plan, reading.workload, stack))
     share = kept_share(result.program, reading.shape.model, reading.facts)
     if reading.framework.splits_evenly:
         share *= KEPT_SHARE.get(reading.workload.precision, 1.0)
@@ -209,6 +214,9 @@ def _stage(parts: dict[str, float], share: float, reading: SettingsReading) -> f
         held = out["gathered"] * min(1.0, 2 / layers)
         freed += out["gathered"] - held
         out["gathered"] = held
+    if plan.zero == 3 and reading.stack.name == "deepspeed":
+        live = min(facts.get("live_parameters") or LIVE_PARAMETERS, model.total / plan.tp)
+        out["gathered"] = max(out["gathered"], 2 * live / GIB)
     # Fp32 shards are cast when they are gathered.
     if plan.zero == 3 and plan.master and reading.framework.name == "torchtitan":
         out["parameters"] = 0.0

@@ -40,7 +40,7 @@ FIELDS: dict[str, str] = {
     "plan.expert_tp": "expert_tp",
     "plan.replicate": "replicate dp gpus nodes gpus_per_node",
     "plan.shard": "shard shard_with_cp dp gpus nodes gpus_per_node",
-    "plan.zero": "zero zero_of_optimizer sharding fsdp outer_optimizer wrap_policy fsdp_format",
+    "plan.zero": "zero zero_of_optimizer sharding fsdp by_deepspeed outer_optimizer wrap_policy fsdp_format",
     "plan.reshard": "reshard moe_reshard",
     "plan.schedule": "schedule",
     "plan.virtual": "virtual layers_per_chunk round_stages layout",

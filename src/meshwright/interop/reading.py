@@ -192,13 +192,13 @@ class SettingsReading:
 
     @cached_property
     def stack(self) -> Stack:
-        stack: Stack = catalog.load("stacks", self.framework.stack)
+        stack: Stack = catalog.load("stacks", self.assembled.stack_name)
         return stack.but(**self.assembled.stack) if self.assembled.stack else stack
 
     @property
     def stack_section(self) -> str | dict[str, Any]:
         """The stack as a plan file has it: its name, and what the settings change of it."""
-        name = self.framework.stack
+        name = self.assembled.stack_name
         return {"extends": name, **self.assembled.stack} if self.assembled.stack else name
 
     @property
@@ -230,7 +230,7 @@ def understand(
     found = shape_of(facts, _better_name(name, model), shape, framework.trains_mtp)
     assembled = assemble(facts, framework, gpus, found.layers, found.experts)
     if found.complete and "layers_per_stage" not in assembled.plan:
-        stages = framework_stages(found.model, catalog.load("stacks", framework.stack), assembled.plan["pp"])
+        stages = framework_stages(found.model, catalog.load("stacks", assembled.stack_name), assembled.plan["pp"])
         assembled.plan |= {"layers_per_stage": stages} if stages else {}
     if unstated := [axis for axis in assembled.exposed if f"overlap_{axis}" not in understood.sources]:
         assembled.assumed.append(f"no overlap of {', '.join(unstated)}: the framework's default")

@@ -174,6 +174,7 @@ def _derive_accelerate(facts: Facts) -> None:
     kind = facts.pop("adapter_kind", None)
     stage = facts.pop("zero", None)
     if kind == "DEEPSPEED" or stage is not None:
+        facts["by_deepspeed"] = True
         facts["sharding"] = ("none", "optimizer", "gradients", "parameters")[stage or 0]
         facts["overlap_dp"] = stage == 3  # DeepSpeed's default: accelerate's file has no such key
         facts["saves"] = "weights" if stage == 3 and facts.get("saves") == "weights" else "sharded"

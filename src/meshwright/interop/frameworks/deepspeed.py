@@ -25,6 +25,7 @@ BLOCK = (
     Key(Z + "stage3_prefetch_bucket_size", "prefetch", words={0: False}, match=((".", True),), was=(Z + "prefetch_bucket_size",), read_only=True),
     Key(Z + "stage3_gather_16bit_weights_on_model_save", "saves", words={True: "weights", False: "sharded"}, default="sharded",
         was=(Z + "gather_16bit_weights_on_model_save", Z + "stage3_gather_fp16_weights_on_model_save")),
+    Key(Z + "stage3_max_live_parameters", "live_parameters", was=(Z + "max_live_parameters",), unset=("auto",), read_only=True),
     Key(Z + "reduce_bucket_size", "bucket_elements", unset=("auto",)),
     Key(Z + "prefetch_bucket_size", "unfilled", words={"auto": ("prefetch_bucket_size",)}, match=((r"\d", None),), read_only=True),
     Key(Z + "param_persistence_threshold", "unfilled", words={"auto": ("param_persistence_threshold",)}, match=((r"\d", None),), read_only=True),
@@ -35,6 +36,7 @@ BLOCK = (
 )  # fmt: skip
 # A file of DeepSpeed that other frameworks name: `ds_z3_offload_config.json`, `zero3_bf16_cpuoffload_params.json`.
 FILE = (
+    Key("deepspeed", "by_deepspeed", match=((".", True),), unset=("", False), read_only=True),
     Key("deepspeed", "sharding", match=tuple((rf"(zero|z|stage)[_-]?{stage}", STAGES[stage]) for stage in (1, 2, 3))),
     Key("deepspeed", "offload_states", match=(("offload_param", None), ("offload", True), (".", None)), read_only=True),
     Key(
@@ -52,6 +54,7 @@ BLOCK_OTHERS = (
 def derive_block(facts: Facts) -> None:
     """The ZeRO stage and the precision of a DeepSpeed block."""
     stage = facts.get("zero")
+    facts["by_deepspeed"] = True
     facts["sharding"] = STAGES[stage] if isinstance(stage, int) else facts.get("sharding", "none")
     other = facts.pop("half_alternative", None)
     if other and facts.get("half") == "bf16":
