@@ -81,6 +81,7 @@ soak: setup
 # Pages with computed figures, after the cost model changed; tests hold them to the code.
 pages: setup
 	PYTHONPATH=docs/generate $(BIN)/python -m figures
+	PYTHONPATH=docs/generate $(BIN)/python -m formulas_page
 	PYTHONPATH=docs/generate $(BIN)/python -m blocks
 	PYTHONPATH=docs/generate $(BIN)/python -m picture
 	$(BIN)/python -m meshwright.view.cases docs/cases

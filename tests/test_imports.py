@@ -12,7 +12,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "meshwright"
 LEVELS = (
     ("units", "errors", "version", "host", "pickle_data"), ("describe",), ("programs",), ("lower",), ("cost",), ("predict",), ("calibrate",),
-    ("interop",), ("planner",), ("explain",), ("view",), ("models",), ("comm",), ("parallel",), ("training",), ("proof",), ("check",),
+    ("interop",), ("formulas",), ("planner",), ("explain",), ("view",), ("models",), ("comm",), ("parallel",), ("training",), ("proof",), ("check",),
     ("api", "doctor", "pages"), ("cli", "web"),
 )  # fmt: skip
 HEIGHT = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}

@@ -149,7 +149,7 @@ def shown_default(value: Any) -> str:
 
 def python() -> str:
     """The functions of `import meshwright` and the classes that they return."""
-    from meshwright import api, check
+    from meshwright import api, check, formulas
     from meshwright.describe.config import Config
     from meshwright.describe.result import Measurement, Prediction
     from meshwright.planner.result import Result
@@ -162,6 +162,10 @@ def python() -> str:
     lines += ["### mw.check", "", plain((check.__doc__ or "").partition("\n\n")[0]), ""]
     for name in ("record", "attach", "watch"):
         lines += [*function_entry(f"mw.check.{name}", getattr(check, name)), ""]
+    lines += ["### mw.formulas", "", plain((formulas.__doc__ or "").partition("\n\n")[0]), ""]
+    for name in formulas.__all__:
+        if inspect.isfunction(getattr(formulas, name)):
+            lines += [*function_entry(f"mw.formulas.{name}", getattr(formulas, name)), ""]
     lines += [
         "## Results",
         "",
@@ -188,9 +192,11 @@ def function_entry(name: str, function: Callable[..., Any]) -> Iterator[str]:
         )
         for p in signature.parameters.values()
     )
+    value = signature.return_annotation
+    returned = value if isinstance(value, str) else re.sub(r"meshwright\.[\w.]+\.", "", inspect.formatannotation(value))
     yield f"### {name}"
     yield ""
-    yield f"`{name}({arguments}) → {signature.return_annotation}`"
+    yield f"`{name}({arguments}) → {returned}`"
     yield ""
     yield plain(function.__doc__ or "")
 

@@ -5,7 +5,8 @@
     result.plan                                      # the fastest; result.to_toml() is a plan file
     model = mw.parallelize(module, result.plan)      # on a module of your own, in every rank
 
-The functions are those of `meshwright.api`; `mw.check` records and watches any training. They are imported at first use, so
+The functions are those of `meshwright.api`; `mw.check` records and watches any training, `mw.formulas` has the
+closed forms on your own numbers. They are imported at first use, so
 `import meshwright` loads no numpy, pydantic or torch.
 """
 
@@ -15,11 +16,11 @@ from meshwright.describe.shown import Form, Shown
 from meshwright.version import VERSION
 
 if TYPE_CHECKING:
-    from meshwright import check
+    from meshwright import check, formulas
     from meshwright.api import estimate, load, parallelize, plan, simulate, train, verify
 
 __version__ = VERSION
-__all__ = ["__version__", "check", "estimate", "load", "parallelize", "plan", "simulate", "train", "verify"]
+__all__ = ["__version__", "check", "estimate", "formulas", "load", "parallelize", "plan", "simulate", "train", "verify"]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,7 +28,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
     from importlib import import_module
 
-    value = import_module("meshwright.check") if name == "check" else getattr(import_module("meshwright.api"), name)
+    whole = name in ("check", "formulas")
+    value = import_module(f"meshwright.{name}") if whole else getattr(import_module("meshwright.api"), name)
     globals()[name] = value
     return value
 

@@ -149,6 +149,7 @@ ActivationName = Annotated[str, NameIn(ACTIVATIONS)]
 #     check        describe.shape_checks       raises for fields that do not fit
 #     key_width    here                        the width of a query and a key: scores are divided by its square root
 #     rotated      here                        elements of each head that rotary positions rotate
+#     cached       here                        elements that a token leaves in the KV cache of a layer
 #     summary      here                        a few words for one line about the model
 #     small        here                        narrow widths of a model that `verify` runs in place of this one; widths not named stay
 #     lower        lower.layer_kinds           adds the operations of one layer to a `LayerLowering`
@@ -174,6 +175,7 @@ class Attention:
     check: Callable[..., None] | None = None  # none: it accepts all values
     key_width: Callable[..., int] | None = None
     rotated: Callable[..., int] | None = None
+    cached: Callable[..., int] | None = None
     summary: Callable[..., str] | None = None  # none: its name
     small: Callable[..., Json] | None = None
     lower: Callable[..., None] | None = None
@@ -211,6 +213,7 @@ ATTENTIONS: Registry[Attention] = Registry(
         frameworks=("*",),
         key_width=lambda m: m.head_width,
         rotated=lambda m: m.rope_dim or m.head_width,
+        cached=lambda m: 2 * m.kv_groups * m.head_width,
         summary=lambda m: f" ({m.kv_groups} KV)" if m.kv_groups != m.heads else "",
         small=lambda m: {"rope_dim": SMALL_HEAD // 2 if m.rope_dim else 0},
     ),
@@ -223,6 +226,7 @@ ATTENTIONS: Registry[Attention] = Registry(
         not_trained=("qk_norm", "sinks"),
         key_width=lambda m: m.nope_dim + m.rope_dim,
         rotated=lambda m: m.rope_dim,
+        cached=lambda m: m.kv_rank + m.rope_dim,
         summary=lambda m: f" (MLA, latent {m.kv_rank})",
         small=_small_latents,
     ),
