@@ -1,30 +1,37 @@
 """One GPU as one rank of 8 to 512: predicted and measured compute and memory of many layouts.
 
     python benchmarks/gpu/ranks.py --predict predictions.jsonl                 before the measurement; needs no GPU
-    python benchmarks/gpu/ranks.py --out ranks.jsonl --budget 540              on the GPU: all layouts, or --half 0 or 1
+    python benchmarks/gpu/ranks.py --out ranks.jsonl --budget 420              on the GPU: all layouts, or --only some
     python benchmarks/gpu/ranks.py --compare ranks.jsonl                       predict again, and compare with the measurements
     python benchmarks/gpu/ranks.py --tiny --device cpu --out tiny.jsonl        the same layouts with small shapes
 
-Layers are as many as take seconds; everything else is the shape of the model. Some ranks warm up at a time (compilers need the host), and each is
-timed alone: warming up holds a shared lock, timing an exclusive one. The predictions stand in the first lines of the output.
+Layers are as many as take seconds; everything else is the shape of the model. Several ranks warm up at a time (compilers need the host), and each is
+timed alone. The output has a line of JSON for each thing known, as soon as it is known: first the predictions, then for each layout what was
+measured, what filled its memory at the peak, and its kernels; or why it failed. Run again with the same output it measures what is missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 CLUSTER = os.environ.get("CLUSTER", str(HERE / "h200.toml"))
-STEPS, USABLE_GIB = 5, 120.0
+STEPS, USABLE_GIB = 5, 130.0
+WARM_LIMIT_S, PHASE_LIMIT_S, LEAST_S, DETAILS_S = 130, 60, 60.0, 110.0
 LLAMA, LLAMA70, MIXTRAL, LITE, V3, QWEN = (
     "llama3-8b",
     "llama3-70b",
@@ -34,6 +41,7 @@ LLAMA, LLAMA70, MIXTRAL, LITE, V3, QWEN = (
     "qwen3-30b-a3b",
 )
 LONG = "llama3.1-8b"
+OUT_OF_MEMORY = "MW-MEASURE-002"
 
 # name: (model, layers, sequence, precision, micro-batches, rank, plan)
 LAYOUTS: dict[str, tuple[str, int, int, str, int, int, dict[str, Any]]] = {
@@ -41,8 +49,8 @@ LAYOUTS: dict[str, tuple[str, int, int, str, int, int, dict[str, Any]]] = {
     "8B fsdp8": (LLAMA, 8, 4096, "bf16", 1, 0, {"shard": 8, "zero": 3, "microbatch": 2}),
     "8B tp4 fsdp8": (LLAMA, 16, 8192, "bf16", 2, 5, {"tp": 4, "sp": True, "shard": 8, "zero": 3, "microbatch": 1}),
     "8B tp8 dp4": (LLAMA, 16, 4096, "bf16", 2, 0, {"tp": 8, "sp": True, "replicate": 4, "microbatch": 2}),
-    "8B pp4 dp8 first": (LLAMA, 32, 4096, "bf16", 8, 0, {"pp": 4, "replicate": 8, "microbatch": 1}),
-    "8B pp4 dp8 last": (LLAMA, 32, 4096, "bf16", 8, 3, {"pp": 4, "replicate": 8, "microbatch": 1}),
+    "8B pp4 dp8 first": (LLAMA, 16, 4096, "bf16", 8, 0, {"pp": 4, "replicate": 8, "microbatch": 1}),
+    "8B pp4 dp8 last": (LLAMA, 16, 4096, "bf16", 8, 3, {"pp": 4, "replicate": 8, "microbatch": 1}),
     "8B fp8 fsdp16": (LLAMA, 12, 4096, "fp8", 1, 0, {"shard": 16, "zero": 3, "microbatch": 2}),
     "8B zero1 selective": (
         LLAMA, 8, 8192, "bf16", 2, 0,
@@ -68,11 +76,10 @@ LAYOUTS: dict[str, tuple[str, int, int, str, int, int, dict[str, Any]]] = {
 }  # fmt: skip
 TINY = {"hidden": 256, "ffn": 512, "vocab": 512, "heads": 8, "kv_heads": 8}
 TINY_EXPERTS = {"expert_ffn": 64}
-TINY_SEQ = 16  # of the sequence
 
 
 def config_of(name: str, tiny: bool, eager: bool = False) -> Any:
-    """The complete configuration of a layout; `eager`: without compilation."""
+    """The complete configuration of a layout; `eager`: without compilation, `tiny`: small and in fp32."""
     from meshwright.describe.config import Config
     from meshwright.training.run import completed
 
@@ -84,8 +91,10 @@ def config_of(name: str, tiny: bool, eager: bool = False) -> Any:
         if model == MIXTRAL:
             shape["ffn"] = 0
     dp = plan.get("shard", 1) * plan.get("replicate", 1)
-    workload = {"batch": dp * plan["microbatch"] * rounds, "seq": seq, "precision": "bf16" if tiny else precision}
+    workload = {"batch": dp * plan["microbatch"] * rounds, "seq": seq, "precision": "fp32" if tiny else precision}
     cluster = CLUSTER
+    if tiny:
+        plan = {**plan, "param_dtype": "fp32", "grad_dtype": "fp32", "state_dtype": "fp32", "master": False}
     config = Config.from_parts(shape, cluster, "torch-eager" if eager else "meshwright", workload, plan)
     return completed(config.but(run=config.run.but(compile="off")) if eager else config, STEPS)
 
@@ -106,92 +115,198 @@ def predicted(name: str, tiny: bool, eager: bool = False) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure_one(name: str, device: str, tiny: bool, lock: Path) -> None:
-    """In a process of its own: measure the rank, and print the result as a JSON line."""
-    from dataclasses import asdict
+class Phases:
+    """The order of the processes of a group: all warm up at a time, then each is timed alone, then each is profiled alone.
 
-    from meshwright.training.measure.one_rank import measure_rank
+    Warming up holds one lock shared and timing holds it exclusive; a second lock is held shared until a process was timed. A phase that takes
+    longer than its limit ends the process (SIGALRM), which frees its locks.
+    """
 
-    with lock.open("a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_SH)
-        began = time.monotonic()
+    def __init__(self, name: str, folder: Path, slow: bool) -> None:
+        self.name, self.slow, self.began = name, slow, time.monotonic()
+        self.warming, self.timing = ((folder / lock).open("a") for lock in ("warming", "timing"))
+        fcntl.flock(self.timing, fcntl.LOCK_SH)
+        self.warm_up()
 
-        def alone() -> None:
-            print(f"{name}: warm after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-            fcntl.flock(handle, fcntl.LOCK_UN)
-            fcntl.flock(handle, fcntl.LOCK_EX)
+    def limit(self, seconds: int) -> None:
+        signal.alarm(seconds * (10 if self.slow else 1))
 
-        eager = False
-        try:
-            found = measure_rank(config_of(name, tiny), LAYOUTS[name][5], STEPS, device, alone)
-        except Exception as error:  # a fault of the compiled layer is no reason to have no measurement
-            print(f"{name}: {error!r}\n{error.__cause__!r}"[:1500], file=sys.stderr, flush=True)
-            eager = True
-            found = measure_rank(config_of(name, tiny, True), LAYOUTS[name][5], STEPS, device, alone)
-    print(json.dumps({"layout": name, "eager": eager, **asdict(found), "step_s": found.step_s}), flush=True)
+    def warm_up(self) -> None:
+        fcntl.flock(self.warming, fcntl.LOCK_SH)
+        self.limit(WARM_LIMIT_S)
+
+    def timed_next(self) -> None:
+        signal.alarm(0)
+        self.note("warm")
+        fcntl.flock(self.warming, fcntl.LOCK_UN)
+        fcntl.flock(self.warming, fcntl.LOCK_EX)
+        self.limit(PHASE_LIMIT_S)
+
+    def timed(self) -> None:
+        signal.alarm(0)
+        self.note("timed")
+        fcntl.flock(self.warming, fcntl.LOCK_UN)
+        fcntl.flock(self.timing, fcntl.LOCK_UN)
+
+    @contextlib.contextmanager
+    def profiling(self) -> Iterator[None]:
+        fcntl.flock(self.timing, fcntl.LOCK_EX)
+        self.limit(PHASE_LIMIT_S)
+        yield
+        self.limit(PHASE_LIMIT_S)
+        fcntl.flock(self.timing, fcntl.LOCK_UN)
+        self.note("profiled")
+
+    def note(self, what: str) -> None:
+        print(f"{self.name}: {what} after {time.monotonic() - self.began:.0f} s", file=sys.stderr, flush=True)
 
 
-def batches(names: list[str], predictions: dict[str, Any], at_once: int) -> list[list[str]]:
-    """Groups of layouts that fit in the memory of the device together."""
+def measure_one(name: str, given: argparse.Namespace) -> None:
+    """In a process of its own: measure the rank of a layout, and append the result to the output; then its details."""
+    phases = Phases(name, given.lock, given.device == "cpu")
+    try:
+        attempt(name, given, phases, False)
+    except Exception as error:  # a fault of a compiled layer is no reason to have no measurement
+        print(f"{name}: {error!r}\n{error.__cause__!r}"[:1500], file=sys.stderr, flush=True)
+        if is_measured(name, given.out) or getattr(error, "code", "") == OUT_OF_MEMORY:
+            raise
+    else:
+        return
+    phases.warm_up()
+    attempt(name, given, phases, True)
+
+
+def attempt(name: str, given: argparse.Namespace, phases: Phases, eager: bool) -> None:
+    from meshwright.training.measure.one_rank import measure_trainer, one_rank
+
+    config = config_of(name, given.tiny, eager)
+    with one_rank(config, LAYOUTS[name][5], given.device) as trainer:
+        found = measure_trainer(trainer, config, STEPS, phases.timed_next)
+        phases.timed()
+        append(given.out, {"measured": {"layout": name, "eager": eager, **asdict(found), "step_s": found.step_s}})
+        if given.details and given.device.startswith("cuda"):
+            details(name, trainer, phases, given.out, given.details)
+
+
+def details(name: str, trainer: Any, phases: Phases, out: Path, folder: Path) -> None:
+    """Append the kernels of a profiled step, and what filled the memory at the peak of another."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from meshwright.explain.memory_snapshot import read_snapshot
+    from meshwright.training.measure import timeline
+
+    snapshot, trace = (folder / f"{name.replace(' ', '-')}.{kind}" for kind in ("pickle", "json"))
+    folder.mkdir(exist_ok=True, parents=True)
+    with phases.profiling():
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            trainer.train(1)
+            torch.cuda.synchronize()
+        torch.cuda.memory._record_memory_history(max_entries=150_000, stacks="python")
+        trainer.train(1)
+        torch.cuda.memory._dump_snapshot(str(snapshot))
+        torch.cuda.memory._record_memory_history(enabled=None)
+    found.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text("utf-8"))["traceEvents"]
+    events = [e for e in events if e.get("ph") == "X" and e.get("cat") in timeline.ON_DEVICE]
+    trace.write_text(json.dumps([[e["name"][:160], e["ts"], e["dur"], e.get("tid")] for e in events]), "utf-8")
+    groups = timeline.of_trace({"traceEvents": events, "otherData": {"steps": [0, 0]}})
+    kernels: dict[str, list[float]] = {}
+    for event in events:
+        sums = kernels.setdefault(event["name"][:120], [0, 0.0])
+        sums[0] += 1
+        sums[1] += event["dur"] / 1e6
+    largest = sorted(kernels.items(), key=lambda item: -item[1][1])[:40]
+    append(out, {"kernels": {"layout": name, "groups_s": groups, "largest": [[n, *sums] for n, sums in largest]}})
+    append(out, {"memory": {"layout": name, **read_snapshot(snapshot)[0].as_dict()}})
+
+
+def append(file: Path, row: dict[str, Any]) -> None:
+    with file.open("a") as stream:
+        stream.write(json.dumps(row) + "\n")
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+
+
+def is_measured(name: str, file: Path) -> bool:
+    return any(row.get("measured", {}).get("layout") == name for row in rows_of(file))
+
+
+def room(prediction: dict[str, Any]) -> float:
+    """GiB that a layout may need: what is predicted and a fifth, and what a process takes."""
+    return 1.2 * prediction["reserved_gib"] + 2
+
+
+def groups_of(names: list[str], predictions: dict[str, Any], at_once: int) -> list[list[str]]:
+    """Groups of layouts that fit in the memory of the device together; those of different models and precisions come first, large ones first."""
     groups: list[list[str]] = []
+    seen: dict[tuple[str, str], int] = {}
+    turns = {}
     for name in names:
-        size = 1.35 * predictions[name]["reserved_gib"] + 3
-        last = groups[-1] if groups else []
-        if (
-            last
-            and len(last) < at_once
-            and sum(1.35 * predictions[n]["reserved_gib"] + 3 for n in last) + size < USABLE_GIB
-        ):
-            last.append(name)
+        kind = LAYOUTS[name][0], LAYOUTS[name][3]
+        turns[name] = seen.setdefault(kind, 0)
+        seen[kind] += 1
+    for name in sorted(names, key=lambda n: (turns[n], -room(predictions[n]))):
+        for group in groups:
+            if len(group) < at_once and sum(room(predictions[n]) for n in (*group, name)) < USABLE_GIB:
+                group.append(name)
+                break
         else:
             groups.append([name])
     return groups
 
 
-def measure(names: list[str], device: str, tiny: bool, out: Path, budget_s: float, at_once: int) -> None:
-    began = time.monotonic()
-    predictions = {name: predicted(name, tiny) for name in names}
-    with out.open("a") as stream:
-        stream.writelines(json.dumps({"predicted": p}) + "\n" for p in predictions.values())
-        stream.writelines(json.dumps({"predicted": predicted(n, tiny, True)}) + "\n" for n in names)
-    names = sorted(names, key=lambda n: predictions[n]["reserved_gib"])
-    for group in batches(names, predictions, at_once):
-        left = budget_s - (time.monotonic() - began)
-        if left < 30:
-            print(f"no time left for {group}", flush=True)
-            continue
-        lock = out.with_suffix(".lock")
-        lock.touch()
-        command = [sys.executable, __file__, "--device", device, "--lock", str(lock), *(["--tiny"] if tiny else [])]
-        env = {**os.environ, "OMP_NUM_THREADS": "4"}
-        running = {
-            n: subprocess.Popen(
-                [*command, "--one", n], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-            )
-            for n in group
-        }
-        for name, child in running.items():
-            try:
-                stdout, stderr = child.communicate(
-                    timeout=max(left - (time.monotonic() - began) + (budget_s - left), 20)
-                )
-            except subprocess.TimeoutExpired:
-                child.kill()
-                print(f"{name}: timed out", flush=True)
+def measure(names: list[str], given: argparse.Namespace) -> None:
+    """Predict all layouts, then measure them in groups until the budget is spent; those that failed once more, if there is time."""
+    began, out = time.monotonic(), given.out
+    predictions = {name: predicted(name, given.tiny) for name in names}
+    for prediction in predictions.values():
+        append(out, {"predicted": prediction})
+    for at_once in (given.at_once, 2):
+        groups = groups_of([n for n in names if not is_measured(n, out)], predictions, at_once)
+        print(f"{sum(map(len, groups))} layouts in {len(groups)} groups, {time.monotonic() - began:.0f} s", flush=True)
+        for group in groups:
+            left = given.budget - (time.monotonic() - began)
+            if left < LEAST_S:
+                print(f"no time left for {group}", flush=True)
                 continue
-            lines = [line for line in stdout.splitlines() if line.startswith("{")]
-            if not lines:
-                print(f"{name}: failed\n{stderr[-1500:]}", flush=True)
-                with out.open("a") as stream:
-                    stream.write(json.dumps({"failed": name, "why": stderr[-1500:]}) + "\n")
-                continue
-            with out.open("a") as stream:
-                stream.write(json.dumps({"measured": json.loads(lines[-1])}) + "\n")
-            result = json.loads(lines[-1])
-            show(predicted(name, tiny, True) if result["eager"] else predictions[name], result)
-            if result["eager"]:
-                print(f"   eager, because: {stderr[-700:]}", flush=True)
-        print(f"   {time.monotonic() - began:.0f} s", flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                run_group(group, given, Path(folder), left)
+            print(f"   {time.monotonic() - began:.0f} s", flush=True)
+    compare(out, given.tiny, False)
+
+
+def run_group(group: list[str], given: argparse.Namespace, folder: Path, limit_s: float) -> None:
+    """A process for each layout; those that still run at the end of the time are ended."""
+    out, tiny = given.out, given.tiny
+    command = [sys.executable, __file__, "--device", given.device, "--lock", str(folder), "--out", str(out)]
+    command += ["--tiny"] * tiny
+    if given.details and limit_s > DETAILS_S:
+        command += ["--details", str(given.details)]
+    env = {**os.environ, "OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    running: dict[str, Any] = {}
+    for name in group:
+        with (folder / name).open("w") as log:
+            running[name] = subprocess.Popen([*command, "--one", name], stdout=log, stderr=log, env=env)
+    ends = time.monotonic() + limit_s
+    while any(child.poll() is None for child in running.values()) and time.monotonic() < ends:
+        time.sleep(0.2)
+    for name, child in running.items():
+        if child.poll() is None:
+            child.kill()
+        code, log = child.wait(), (folder / name).read_text("utf-8", "replace")
+        if not is_measured(name, out):
+            append(out, {"failed": name, "code": code, "why": log[-3000:]})
+        if code or "Error" in log:
+            print(f"{name}: exit {code}\n{log[-1200:]}", flush=True)
+        else:
+            print("   ".join(log.splitlines()[-3:]), flush=True)
+    measured = {row["measured"]["layout"]: row["measured"] for row in rows_of(out) if "measured" in row}
+    for name in group:
+        if name in measured:
+            show(predicted(name, tiny, measured[name]["eager"]), measured[name])
 
 
 def show(p: dict[str, Any], m: dict[str, Any]) -> tuple[float, float]:
@@ -209,11 +324,13 @@ def show(p: dict[str, Any], m: dict[str, Any]) -> tuple[float, float]:
 
 def compare(file: Path, tiny: bool, again: bool) -> None:
     """Print all layouts of a file: with the predictions in it, or with those of today."""
-    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    rows = rows_of(file)
     measured = {row["measured"]["layout"]: row["measured"] for row in rows if "measured" in row}
     before = {(p["layout"], p.get("eager", False)): p for p in (row["predicted"] for row in rows if "predicted" in row)}
     pairs = ((n, m.get("eager", False), m) for n, m in measured.items())
-    errors = [show(predicted(n, tiny, eager) if again else before[n, eager], m) for n, eager, m in pairs]
+    errors = [show(predicted(n, tiny, eager) if again or eager else before[n, eager], m) for n, eager, m in pairs]
+    if not errors:
+        return
     for what, values in zip(("compute", "memory"), zip(*errors, strict=True), strict=True):
         sizes = [abs(v) for v in values]
         print(f"{what}: median error {statistics.median(sizes):.1%}, largest {max(sizes):.1%}, {len(sizes)} layouts")
@@ -225,25 +342,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compare", type=Path)
     parser.add_argument("--first-sight", action="store_true", help="compare with the predictions in the file")
-    parser.add_argument("--half", type=int)
     parser.add_argument("--only", nargs="*")
-    parser.add_argument("--budget", type=float, default=540)
-    parser.add_argument("--at-once", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=420)
+    parser.add_argument("--at-once", type=int, default=7)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument(
+        "--details", type=Path, help="a folder for snapshots of memory and traces of kernels; none without it"
+    )
     parser.add_argument("--one")
     parser.add_argument("--lock", type=Path)
     given = parser.parse_args()
-    names = [n for i, n in enumerate(LAYOUTS) if given.half is None or i % 2 == given.half]
-    names = [n for n in names if not given.only or n in given.only]
+    names = [n for n in LAYOUTS if not given.only or n in given.only]
     if given.one:
-        measure_one(given.one, given.device, given.tiny, given.lock)
+        measure_one(given.one, given)
     elif given.compare:
         compare(given.compare, given.tiny, not given.first_sight)
     elif given.predict:
         given.predict.write_text("".join(json.dumps(predicted(n, given.tiny)) + "\n" for n in names), "utf-8")
     else:
-        measure(names, given.device, given.tiny, given.out, given.budget, given.at_once)
+        measure(names, given)
 
 
 if __name__ == "__main__":

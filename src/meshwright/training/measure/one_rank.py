@@ -47,6 +47,7 @@ from meshwright.training.measure import timeline
 from meshwright.training.measure.observe import Observer
 from meshwright.training.measure.profile import trace_step, write
 from meshwright.training.run import completed
+from meshwright.units import Json
 
 WARMUP = 3
 BALANCED = "experts receive equal numbers of tokens"
@@ -76,19 +77,26 @@ def measure_plan(
     return config, [measure_rank(config, number, steps, device) for number in ranks]
 
 
-def measure_rank(
-    config: Config,
-    rank: int,
-    steps: int,
-    device: str,
-    before_timing: Callable[[], None] = lambda: None,
-) -> RankMeasurement:
+def measure_rank(config: Config, rank: int, steps: int, device: str) -> RankMeasurement:
     """Measure rank `rank` of a configuration that `training.run.completed` has completed."""
-    shown = measured_config(config)
+    with one_rank(config, rank, device) as trainer:
+        found = measure_trainer(trainer, config, steps)
+        parts = timeline.of_trace(profiled(trainer)) if device.startswith("cuda") else blocks(trainer)
+    return replace(found, parts_s=parts)
+
+
+@contextmanager
+def one_rank(config: Config, rank: int, device: str) -> Iterator[Trainer]:
+    """Inside the `with` block this process is rank `rank` of the plan, with a trainer whose collectives send nothing."""
+    free_device(device)  # what an earlier rank has left
     try:
         with fake_group(rank, config.plan.world), filled_receives(), balanced_routing(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return measure_trainer(make_trainer(shown, rank, device), shown, rank, steps, before_timing)
+            trainer = make_trainer(measured_config(config), rank, device)
+            try:
+                yield trainer
+            finally:
+                trainer.loader.close()
     except torch.OutOfMemoryError as error:
         raise MeshwrightError(
             "MW-MEASURE-002",
@@ -97,8 +105,6 @@ def measure_rank(
             fix="--set plan.recompute=full, or a smaller plan.microbatch",
             exit_code=3,
         ) from None
-    finally:
-        free_device(device)
 
 
 def make_trainer(config: Config, rank: int, device: str) -> Trainer:
@@ -137,9 +143,10 @@ def free_device(device: str) -> None:
 
 
 def measure_trainer(
-    trainer: Trainer, config: Config, rank: int, steps: int, before_timing: Callable[[], None]
+    trainer: Trainer, config: Config, steps: int, before_timing: Callable[[], None] = lambda: None
 ) -> RankMeasurement:
-    device = str(trainer.parallel.mesh.device)
+    """Time steps of a trainer after its warm-up, and the peak of its memory."""
+    device, shown = str(trainer.parallel.mesh.device), measured_config(config)
     on_gpu, plan = device.startswith("cuda"), config.plan
     trainer.policy.accept = lambda *_: True  # type: ignore[method-assign]  # every step updates, whatever the numbers are
     records = trainer.train(WARMUP)
@@ -149,7 +156,7 @@ def measure_trainer(
     marks = Marks(on_gpu)
     trainer.hooks.append(marks)
     records += trainer.train(steps)
-    trainer.hooks.clear()
+    trainer.hooks.remove(marks)
     times = marks.times()
     allocated, reserved, phases = 0.0, None, None
     if on_gpu:
@@ -157,8 +164,7 @@ def measure_trainer(
         phases = {phase: max(sizes) / GIB for phase, sizes in marks.peaks.items()}
         phases["between steps"] = torch.cuda.memory_allocated() / GIB
         allocated = max(phases.values())
-    parts = kernel_groups(trainer) if on_gpu else blocks(trainer)
-    if not on_gpu:
+    else:
         with Observer(trainer) as observer:
             trainer.train_step()
         allocated = observer.observed().peak_bytes / GIB
@@ -166,18 +172,17 @@ def measure_trainer(
     if wrong := sum(not math.isfinite(record.gradient_norm) for record in records):
         notes.append(f"{wrong} of {len(records)} steps computed with NaN, which a GPU multiplies faster")
     whole = [backward + closing for backward, closing in times]
-    trainer.loader.close()
     return RankMeasurement(
-        rank,
+        trainer.parallel.mesh.rank,
         trainer.parallel.mesh.coordinates["pp"],
-        config.workload.batch // (plan.dp * plan.microbatch),
+        shown.workload.batch // (plan.dp * plan.microbatch),
         steps,
         statistics.median(backward for backward, _ in times),
         statistics.median(closing for _, closing in times),
         (max(whole) - min(whole)) / statistics.median(whole),
         allocated,
         reserved,
-        parts,
+        None,
         phases,
         tuple(notes),
     )
@@ -227,14 +232,14 @@ class Marks(Hook):
         return list(zip(seconds[::2], seconds[1::2], strict=True))
 
 
-def kernel_groups(trainer: Trainer) -> dict[str, float]:
-    """Seconds of one profiled step by group of kernels."""
+def profiled(trainer: Trainer) -> Json:
+    """The trace of one step on a GPU."""
     with tempfile.TemporaryDirectory() as folder:
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
             trainer.train(1)
             torch.cuda.synchronize()
         step = trainer.step - 1
-        return timeline.of_trace(json.loads(write(profiled, Path(folder), 0, (step, step)).read_text("utf-8")))
+        return json.loads(write(found, Path(folder), 0, (step, step)).read_text("utf-8"))
 
 
 def blocks(trainer: Trainer) -> dict[str, float]:
