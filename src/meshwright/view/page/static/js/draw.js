@@ -291,8 +291,8 @@ export function canvas(element, paintOn, { height = 300, label: name = "" } = {}
   return { node, repaint };
 }
 
-/** A table: columns [{ title, key | value(row), text(value, row), align: "right", formula(row) }]. Options: caption, onrow(row), chosen(row), most. */
-export function table(columns, rows, { caption = "", onrow = null, chosen = null, rowLabel = null } = {}) {
+/** A table: columns [{ title, key | value(row), text(value, row), align: "right", formula(row) }]. Options: caption (or only a name for assistive technology), onrow(row), chosen(row), most. */
+export function table(columns, rows, { caption = "", name = caption, onrow = null, chosen = null, rowLabel = null } = {}) {
   const cell = (column, row, first) => {
     const value = column.value ? column.value(row) : row[column.key];
     const words = column.text ? column.text(value, row) : value;
@@ -306,10 +306,17 @@ export function table(columns, rows, { caption = "", onrow = null, chosen = null
     return h("tr", { class: chosen?.(row) ? "chosen" : null }, cells);
   });
   const head = h("tr", null, columns.map((c) => h("th", { scope: "col", class: c.align === "right" ? "number" : null }, c.title)), onrow ? h("th", { scope: "col" }, h("span", { class: "hidden" }, "Use")) : null);
-  return h("div", { class: "table", tabindex: "0", role: "region", "aria-label": caption || "Table" }, h("table", null, caption ? h("caption", null, caption) : null, h("thead", null, head), h("tbody", null, body)));
+  return h("div", { class: "table", tabindex: "0", role: "region", "aria-label": name || "Table" }, h("table", null, caption ? h("caption", null, caption) : null, h("thead", null, head), h("tbody", null, body)));
 }
 
 // Parts of a view.
+
+/** Draw the content of an element anew; the control in the same place gets the focus back. */
+export function keepFocus(element, drawn) {
+  const reachable = () => [...element.querySelectorAll("button, select, input, a, summary, [tabindex]")], at = reachable().indexOf(document.activeElement);
+  drawn();
+  if (at >= 0) reachable()[at]?.focus({ preventScroll: true });
+}
 
 /** The frame of one figure: a heading, one sentence that says what to see, then children. Returns the section; append figures to it. */
 export function panel(title, sentence, ...children) {

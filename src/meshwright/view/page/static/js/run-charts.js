@@ -1,132 +1,195 @@
-// The figures of one training run: curves by step, predicted against measured by part, and a measured step above the simulated one.
+// The figures of training runs: curves with a linked pointer, predicted against measured by part, a measured step above the simulated one, and what
+// happened when. A run has one colour in all of them.
 
-import { area, axis, band, bars, canvas, colourOf, figure, format, h, hide, legend, linear, line, panel, scatter, show, svg, table } from "meshwright/draw.js";
+import { area, axis, band, bars, figure, format, formula, h, hide, label, legend, linear, line, panel, scatter, show, svg, table } from "meshwright/draw.js";
+import { firstAfter, laneOf, lanes } from "meshwright/lanes.js";
+import * as part from "meshwright/parts.js";
 
-/** The values of a run by step: [{ x: step, y }], without steps that lack it. */
-export const column = (run, name) => {
-  const at = run.columns.indexOf(name), step = run.columns.indexOf("step");
-  return at < 0 ? [] : run.rows.map((row) => ({ x: row[step], y: row[at] })).filter((p) => Number.isFinite(p.y));
-};
+/** What the curves can be drawn across. */
+export const AXES = { step: "steps", time: "time", tokens: "tokens" };
+const ACROSS = { step: { label: "step", text: format.whole }, time: { label: "time since the first step", text: (v) => format.seconds(v, 2) }, tokens: { label: "tokens or samples", text: (v) => format.count(v, 2) } };
+const BLOCKED = ["tp", "cp", "ep", "pp", "dp", "bubble"]; // parts of a prediction that a rank measures as time blocked
+const MARKS = { restart: ["warn", "restart"], fault: ["bad", "fault"], spike: ["warn", "loss spike"], rollback: ["warn", "rollback"], skipped: ["bubble", "skipped update"], "checkpoint-failed": ["bad", "checkpoint failed"] };
+let pointed = null; // where the pointer is on the common axis; kept while the curves grow
 
-/** Seconds blocked in communication by step, summed over parts. */
-const exposed = (run) => {
-  const at = run.columns.indexOf("exposed_s"), step = run.columns.indexOf("step");
-  return run.rows.filter((row) => row[at] && typeof row[at] === "object").map((row) => ({ x: row[step], y: Object.values(row[at]).reduce((a, b) => a + b, 0) }));
-};
-
-const MARKS = { restart: ["warn", "restart"], fault: ["bad", "fault"], spike: ["warn", "loss spike"], skipped: ["bubble", "skipped update"], "checkpoint-failed": ["bad", "checkpoint failed"] };
-
-/** All curves of a run. `others`: further runs whose curves are drawn in the same figures. */
-export function curves(element, run, comparable, others = []) {
-  const { prediction } = run.parts, scaled = (points, factor) => points.map((p) => ({ x: p.x, y: p.y * factor }));
-  const series = (name) => [column(run, name), ...others.map((other) => column(other, name))];
-  const expected = (value, low, high) => (comparable && Number.isFinite(value) ? { value, low, high } : null);
-  const predictedExposed = prediction?.exposed_s && ["tp", "cp", "ep", "pp", "dp", "bubble"].reduce((sum, part) => sum + (prediction.exposed_s[part] ?? 0), 0);
-  const all = [
-    { title: "Loss", lines: series("loss"), colour: "compute", points: column(run, "validation_loss"), marks: marks(run), fromZero: false },
-    { title: "Step time", lines: series("seconds"), colour: "tp", unit: "s", expected: expected(prediction?.step_time_s, prediction?.step_time_low_s, prediction?.step_time_high_s), clip: true },
-    { title: "Throughput", lines: series("tokens_per_s"), colour: "optimizer", unit: "per second", expected: expected(prediction?.tokens_per_s) },
-    { title: "MFU", lines: series("mfu").map((points) => scaled(points, 100)), colour: "ep", unit: "%", expected: expected(prediction?.mfu && 100 * prediction.mfu), sentence: prediction?.mfu_denominator && comparable ? `Of ${prediction.mfu_denominator}.` : "" },
-    { title: "Exposed communication", lines: [exposed(run), ...others.map(exposed)], colour: "dp", unit: "s", expected: expected(predictedExposed || null), sentence: "Seconds that rank 0 was blocked, waits for other ranks included.", clip: true },
-    { title: "Gradient norm", lines: series("grad_norm"), colour: "cp", clip: true },
-    { title: "Learning rate", lines: series("learning_rate"), colour: "recompute" },
-    { title: "Memory", lines: series("memory_gib"), colour: "gathered", unit: "GiB", sentence: run.about?.device === "cpu" ? "Resident memory of the process of rank 0, peak until then." : "Memory that rank 0 reserved, peak until then." },
-  ].filter(({ lines }) => lines[0].length > 1);
-  const boxes = all.map(({ title, sentence }) => panel(title, sentence || null)), grid = h("div", { class: "columns" }, boxes);
-  element.append(grid); // all panels first: their number decides their width
-  all.forEach((one, i) => curve(boxes[i], one, [run.name, ...others.map((other) => other.name)]));
+/** The values of a run: [{ x, y, step }], without steps that lack them. */
+export function column(run, name, across = "step") {
+  const at = run.columns.indexOf(name), [step, time, tokens] = ["step", "time", "tokens"].map((key) => run.columns.indexOf(key)), begun = run.rows.find((row) => row[time])?.[time];
+  const x = { step: (row) => row[step], time: (row) => row[time] - begun, tokens: (row) => (row[step] + 1) * row[tokens] }[across];
+  const value = name === "exposed_s" ? (row) => (row[at] && typeof row[at] === "object" ? Object.values(row[at]).reduce((a, b) => a + b, 0) : null) : (row) => row[at];
+  return at < 0 ? [] : run.rows.map((row) => ({ x: x(row), y: value(row), step: row[step] })).filter((p) => Number.isFinite(p.y) && Number.isFinite(p.x));
 }
 
-const marks = (run) => (run.events ?? []).filter((event) => MARKS[event.kind]).map((event) => ({ x: event.step, kind: event.kind, text: event.text }));
-const DASHES = [null, "6 3", "2 3", "8 3 2 3"];
+/** The mean of the values around each point, of `count` in all. */
+function smoothed(points, count) {
+  if (!count || points.length < 3) return points;
+  const sums = [0];
+  for (const p of points) sums.push(sums.at(-1) + p.y);
+  return points.map((p, i) => {
+    const half = Math.min(Math.floor(count / 2), i, points.length - 1 - i);
+    return { ...p, y: (sums[i + half + 1] - sums[i - half]) / (2 * half + 1) };
+  });
+}
 
-function curve(box, { title, lines, colour, unit = "", expected = null, points = [], marks: marked = [], fromZero = true, clip = false }, names) {
-  const ys = lines.flat().map((p) => p.y), sorted = [...ys].sort((a, b) => a - b);
+/** Two points for each of `pixels` parts, the lowest and the highest: the drawn line is the same. */
+function thinned(points, pixels) {
+  if (points.length <= 4 * pixels) return points;
+  const out = [], size = points.length / pixels;
+  for (let k = 0; k < pixels; k++) {
+    const some = points.slice(Math.floor(k * size), Math.floor((k + 1) * size));
+    const low = some.reduce((a, b) => (b.y < a.y ? b : a)), high = some.reduce((a, b) => (b.y > a.y ? b : a));
+    out.push(...(low.x < high.x ? [low, high] : [high, low]));
+  }
+  return [...out, points.at(-1)];
+}
+
+/** All curves of runs [{ run, colour, comparable }]. The prediction, the marks and the sentences are those of the first. */
+export function curves(element, runs, { across = "step", smooth = 0 } = {}) {
+  const { run, comparable } = runs[0], { prediction } = run.parts;
+  const expected = (value, low, high, factor = 1) => (comparable && Number.isFinite(value) ? { value: value * factor, low: low * factor, high: high * factor } : null);
+  const small = runs.every(({ run }) => column(run, "memory_gib").every((p) => p.y < 1));
+  const blocked = prediction?.exposed_s && BLOCKED.reduce((sum, name) => sum + (prediction.exposed_s[name] ?? 0), 0);
+  const charts = [
+    { title: "Loss", key: "loss", evaluated: "validation_loss", fromZero: false, text: (v) => format.number(v, 4), marked: true },
+    { title: "Step time", key: "seconds", text: format.seconds, expected: expected(prediction?.step_time_s, prediction?.step_time_low_s, prediction?.step_time_high_s), clip: true },
+    { title: "Throughput", key: "tokens_per_s", text: (v) => `${format.count(v)}/s`, expected: expected(prediction?.tokens_per_s) },
+    { title: "MFU", key: "mfu", text: format.percent, expected: expected(prediction?.mfu), sentence: prediction?.mfu_denominator && comparable ? `Of ${prediction.mfu_denominator}.` : "" },
+    { title: "Exposed communication", key: "exposed_s", text: format.seconds, expected: expected(blocked || null), sentence: "Time that rank 0 was blocked, waits for other ranks included.", clip: true },
+    { title: "Gradient norm", key: "grad_norm", text: format.number, clip: true },
+    { title: "Learning rate", key: "learning_rate", text: format.number },
+    { title: "Memory", key: "memory_gib", text: small ? (v) => `${format.number(v)} MiB` : format.gib, factor: small ? 1024 : 1, sentence: run.about?.device === "cpu" ? "Resident memory of the process of rank 0, peak until then." : "Memory that rank 0 reserved, peak until then." },
+  ].map((one) => ({ ...one, lines: runs.map((r) => ({ ...r, points: smoothed(column(r.run, one.key, across).map((p) => ({ ...p, y: p.y * (one.factor ?? 1) })), smooth) })).filter(({ points }) => points.length > 1) })).filter(({ lines }) => lines.length);
+  if (!charts.length) return void element.append(h("p", { class: "empty" }, run.state === "running" ? "The first steps are computed; the curves appear with the second one." : "This run has fewer than two steps."));
+  const boxes = charts.map(({ title }) => panel(title, null)), linked = [];
+  charts.forEach(({ sentence }, i) => sentence && formula(boxes[i].querySelector("h3"), sentence));
+  element.append(h("div", { class: "columns charts" }, boxes)); // all panels first: their number decides their width
+  charts.forEach((one, i) => linked.push(curve(boxes[i], one, runs, across, linked)));
+  const items = runs.length > 1 ? runs.map(({ run: { name }, colour }) => ({ label: name, colour, shape: "line" })) : [];
+  if (charts.some((one) => one.expected)) items.push({ label: `predicted${runs.length > 1 ? ` for ${run.name}` : ""}, with its band`, colour: "quiet", shape: "line", dash: "5 4" });
+  if (charts[0].marked) for (const kind of new Set((run.events ?? []).map((event) => event.kind).filter((kind) => MARKS[kind]))) items.push({ label: MARKS[kind][1], colour: MARKS[kind][0], shape: "line", dash: "3 2" });
+  if (items.length) element.append(legend(items));
+  if (pointed !== null) linked.forEach((chart) => chart.point(pointed));
+}
+
+function curve(box, { title, key, lines, text, evaluated = "", expected = null, marked = false, fromZero = true, clip = false }, runs, across, linked) {
+  const ys = lines.flatMap(({ points }) => points.map((p) => p.y)), sorted = [...ys].sort((a, b) => a - b), first = lines[0];
+  const extra = evaluated ? runs.flatMap(({ run, colour }) => column(run, evaluated, across).map((p) => ({ ...p, colour, formula: `${run.name}: validation loss ${format.number(p.y, 5)}\nafter step ${format.whole(p.step)}` }))) : [];
   // The first steps take long and have large gradients: they may leave the figure.
-  const top = clip ? Math.max(sorted[Math.floor(0.98 * (sorted.length - 1))] * 1.25, expected?.value ?? 0) : Math.max(...ys, ...points.map((p) => p.y), expected?.value ?? -Infinity);
-  const most = clip ? Math.min(top, Math.max(sorted.at(-1), expected?.value ?? 0)) : top;
-  const least = fromZero ? Math.min(0, sorted[0]) : Math.min(sorted[0], ...points.map((p) => p.y));
-  const scale = unit === "s" && most < 1 ? 1e3 : 1, shown = unit === "s" && scale === 1e3 ? "ms" : unit;
-  const first = lines[0], last = first.at(-1);
-  const chart = figure(box, { height: 180, left: 52, bottom: 34, label: `${title} over ${first.length} steps: from ${format.number(first[0].y)} to ${format.number(last.y)} ${unit}` });
-  const begin = Math.min(...lines.filter((l) => l.length).map((l) => l[0].x)), end = Math.max(...lines.filter((l) => l.length).map((l) => l.at(-1).x), begin + 1);
-  const x = linear([begin, end], [0, chart.width]), y = linear([least, most || 1], [chart.height, 0], { nice: true });
-  axis(chart, y, "left", { label: shown, format: (v) => (unit === "per second" ? format.count(v * scale) : format.number(v * scale)), ticks: 4 });
-  axis(chart, x, "bottom", { label: "step", format: format.whole, ticks: Math.max(2, Math.floor(chart.width / 70)) });
+  const all = Math.max(sorted.at(-1), ...extra.map((p) => p.y)), usual = sorted[Math.floor(0.98 * (sorted.length - 1))] * 1.25;
+  const most = Math.max(clip ? Math.min(all, usual) : all, Math.min(expected?.high || expected?.value || -Infinity, 3 * all), expected && expected.value < 3 * all ? expected.value : -Infinity);
+  const least = fromZero ? Math.min(0, sorted[0]) : Math.min(sorted[0], ...extra.map((p) => p.y));
+  const readout = h("p", { class: "readout", "aria-hidden": "true" });
+  box.querySelector("h3").after(readout);
+  const chart = figure(box, { height: 170, left: 58, right: 10, bottom: 34, label: `${title} of ${lines.map(({ run, points }) => `${run.name}: from ${text(points[0].y)} to ${text(points.at(-1).y)} over ${points.length} steps`).join("; ")}` });
+  const begin = Math.min(...lines.map(({ points }) => points[0].x)), end = Math.max(...lines.map(({ points }) => points.at(-1).x));
+  const x = linear([begin, end > begin ? end : begin + 1], [0, chart.width]), y = linear([least, most > least ? most : least + 1], [chart.height, 0], { nice: true, count: 4 });
+  axis(chart, y, "left", { format: text, ticks: 4 });
+  axis(chart, x, "bottom", { label: ACROSS[across].label, format: ACROSS[across].text, ticks: Math.max(2, Math.floor(chart.width / 80)) });
   if (expected) {
     const inside = (v) => Math.max(y.domain[0], Math.min(v, y.domain[1]));
-    if (Number.isFinite(expected.low) && Number.isFinite(expected.high)) area(chart, x.domain.map((at) => ({ x: at, y: inside(expected.high), base: inside(expected.low) })), { x, y, colour: "bubble", opacity: 0.25 });
+    if (Number.isFinite(expected.low) && Number.isFinite(expected.high)) area(chart, x.domain.map((at) => ({ x: at, y: inside(expected.high), base: inside(expected.low) })), { x, y, colour: "bubble", opacity: 0.22 });
     if (expected.value <= y.domain[1]) line(chart, x.domain.map((at) => ({ x: at, y: expected.value })), { x, y, colour: "quiet", dash: "5 4", width: 1.5 });
   }
-  lines.forEach((one, i) => line(chart, clip ? one.map((p) => ({ x: p.x, y: Math.min(p.y, y.domain[1]) })) : one, { x, y, colour, dash: DASHES[i % DASHES.length], width: i ? 1.3 : 1.7 }));
-  if (points.length) scatter(chart, points.map((p) => ({ ...p, formula: `Validation loss ${format.number(p.y, 5)} after step ${format.whole(p.x)}` })), { x, y, colour: "tp", radius: 3.5 });
-  for (const mark of marked.filter((m) => m.x >= begin && m.x <= end)) {
-    chart.plot.append(svg("line", { x1: x(mark.x), x2: x(mark.x), y1: 0, y2: chart.height, stroke: MARKS[mark.kind][0], "stroke-width": 1.5, "stroke-dasharray": "3 2" }, svg("title", null, `Step ${format.whole(mark.x)}: ${mark.text}`)));
+  for (const { run, colour, points } of lines) line(chart, thinned(points, chart.width).map((p) => ({ x: p.x, y: Math.min(p.y, y.domain[1]) })), { x, y, colour, width: run === runs[0].run ? 1.9 : 1.4 });
+  scatter(chart, extra, { x, y, shape: "diamond", radius: 3.5, focus: false });
+  if (marked && across === "step") for (const event of (first.run.events ?? []).filter((e) => MARKS[e.kind] && e.step >= begin && e.step <= end)) chart.plot.append(svg("line", { x1: x(event.step), x2: x(event.step), y1: 0, y2: chart.height, stroke: MARKS[event.kind][0], "stroke-width": 1.5, "stroke-dasharray": "3 2" }, svg("title", null, `Step ${format.whole(event.step)}: ${event.text}`)));
+
+  const pointer = svg("g", { "pointer-events": "none" });
+  chart.plot.append(pointer);
+  const nearest = (points, at) => points[Math.max(0, Math.min(points.length - 1, firstAfter(points.map((p) => p.x), at)))];
+  const values = (at) => lines.map((one) => ({ ...one, p: nearest(one.points, at) }));
+  /** Mark one place of the common axis, with the value of each run; null: none. */
+  function point(at) {
+    pointer.replaceChildren();
+    readout.replaceChildren();
+    const found = at === null ? lines.map((one) => ({ ...one, p: one.points.at(-1) })) : values(at);
+    readout.append(...found.map(({ colour, p }) => h("b", { style: { color: `var(--${colour})` } }, text(p.y))));
+    if (at === null) return;
+    pointer.append(svg("line", { x1: x(at), x2: x(at), y1: 0, y2: chart.height, stroke: "quiet" }), ...found.map(({ colour, p }) => svg("circle", { cx: x(p.x), cy: y(Math.min(p.y, y.domain[1])), r: 3.5, fill: colour, stroke: "surface" })));
   }
-  const items = names.length > 1 ? names.map((label, i) => ({ label, colour, shape: "line", dash: DASHES[i % DASHES.length] })) : [];
-  if (expected) items.push({ label: expected.low !== undefined ? "predicted, with its band" : "predicted", colour: "quiet", shape: "line", dash: "5 4" });
-  if (points.length) items.push({ label: "validation", colour: "tp" });
-  for (const kind of new Set(marked.map((m) => m.kind))) items.push({ label: MARKS[kind][1], colour: MARKS[kind][0], shape: "line", dash: "3 2" });
-  if (items.length) box.append(legend(items));
-}
-
-/** Exposed seconds of the busiest rank by part, measured and predicted. */
-export function parts(element, communication) {
-  const names = [...new Set([...Object.keys(communication.exposed_s), ...Object.keys(communication.predicted_exposed_s)])].filter((n) => communication.exposed_s[n] || communication.predicted_exposed_s[n]);
-  const box = panel("By part of the step", `Exposed seconds of the busiest rank (rank ${communication.busiest_rank}), mean of ${communication.steps} steps.`);
-  element.append(box);
-  const rows = names.flatMap((name) => [{ label: `${name}, measured`, value: communication.exposed_s[name] ?? 0, colour: "tp" }, { label: `${name}, predicted`, value: communication.predicted_exposed_s[name] ?? 0, colour: "compute", pattern: "hatch" }]);
-  const chart = figure(box, { height: 46 + 19 * rows.length, left: 150, right: 70, bottom: 38, label: rows.map((r) => `${r.label} ${format.seconds(r.value)}`).join(", ") });
-  const most = Math.max(...rows.map((r) => r.value)), scale = most < 1 ? 1e3 : 1;
-  const x = linear([0, most], [0, chart.width]), y = band(rows.map((r) => r.label), [0, chart.height], { gap: 0.2 });
-  axis(chart, x, "bottom", { label: scale === 1 ? "s" : "ms", format: (v) => format.number(v * scale) });
-  axis(chart, y, "left");
-  bars(chart, rows.map((r) => ({ ...r, formula: `${r.label}: ${format.seconds(r.value)}`, text: format.seconds(r.value) })), { x, y });
-}
-
-const FILL = { F: "forward", B: "backward", I: "backward", W: "weight", optimizer: "optimizer", overhead: "host" };
-const fill = (span) => (span.stream.startsWith("comm:") ? span.stream.slice(5) : FILL[span.category] ?? (span.stream === "host" ? "host" : "recompute"));
-
-/** The measured step above the simulated one on one time axis; rows are rank and stream. */
-export function steps(element, timeline) {
-  const box = panel("A measured step above the simulated one", `Step ${timeline.step}. Ranks of the simulated step are pipeline stages. Point at a span for its name.`);
-  element.append(box);
-  const sides = ["measured", "simulated"].map((side) => [side, timeline[side]]);
-  const end = Math.max(...sides.flatMap(([, spans]) => spans.map((s) => s.start_s + s.duration_s)));
-  const rows = sides.flatMap(([side, spans]) => [{ title: side }, ...[...new Set(spans.map((s) => `${s.rank} ${s.stream}`))].sort(order).map((key) => ({ key, side, spans: spans.filter((s) => `${s.rank} ${s.stream}` === key) }))]);
-  const height = 17, left = 112, at = rows.map((_, i) => i * height + 4), hits = [];
-  const drawn = canvas(box, (pen, width) => {
-    const x = linear([0, end], [left, width - 8]), ink = colourOf("ink"), quiet = colourOf("quiet");
-    hits.length = 0;
-    rows.forEach((row, i) => {
-      pen.fillStyle = row.title ? ink : quiet;
-      pen.font = `${row.title ? "600 12px" : "11px"} system-ui, sans-serif`;
-      pen.fillText(row.title ? `${row.title[0].toUpperCase()}${row.title.slice(1)}` : `rank ${row.key}`, 0, at[i] + 11);
-      for (const span of row.spans ?? []) {
-        const [a, b] = [x(span.start_s), Math.max(x(span.start_s + span.duration_s), x(span.start_s) + 0.6)];
-        pen.fillStyle = colourOf(fill(span));
-        pen.fillRect(a, at[i], b - a, height - 4);
-        hits.push([a, b, at[i], at[i] + height - 4, span]);
-      }
-    });
-    pen.fillStyle = quiet;
-    pen.font = "11px system-ui, sans-serif";
-    pen.textAlign = "center";
-    for (const tick of linear([0, end], [0, 1]).ticks(6)) pen.fillText(`${format.number(tick * 1e3)} ms`, Math.min(x(tick), width - 22), rows.length * height + 18);
-    pen.textAlign = "start";
-  }, { height: rows.length * height + 28, label: `Timeline: measured ${format.seconds(length(timeline.measured))}, simulated ${format.seconds(length(timeline.simulated))}` });
-  drawn.node.addEventListener("pointermove", (event) => {
-    const hit = hits.find(([a, b, c, d]) => event.offsetX >= a && event.offsetX <= b && event.offsetY >= c && event.offsetY <= d);
-    if (hit) show(drawn.node, `${hit[4].name}\n${hit[4].stream}, rank ${hit[4].rank}: ${format.seconds(hit[4].start_s)} + ${format.seconds(hit[4].duration_s)}`, event);
-    else hide();
+  const together = (at) => {
+    pointed = at;
+    linked.forEach((one) => one.point(at));
+  };
+  const words = (at) => `${ACROSS[across].label} ${ACROSS[across].text(at)}\n${values(at).map(({ run, p }) => `${run.name}: ${text(p.y)}${across === "step" ? "" : ` at step ${format.whole(p.step)}`}`).join("\n")}`;
+  const root = chart.root;
+  root.setAttribute("tabindex", "0");
+  root.addEventListener("pointermove", (event) => {
+    const px = event.clientX - root.getBoundingClientRect().left - chart.margin.left, at = nearest(first.points, x.invert(Math.max(0, Math.min(chart.width, px)))).x;
+    together(at);
+    show(root, () => words(at), event);
   });
-  drawn.node.addEventListener("pointerleave", hide);
-  const axes = [...new Set(sides.flatMap(([, spans]) => spans.filter((s) => s.stream.startsWith("comm:")).map((s) => s.stream.slice(5))))];
-  box.append(legend([{ label: "forward", colour: "forward" }, { label: "backward", colour: "backward" }, { label: "block of the model", colour: "recompute" }, ...axes.map((a) => ({ label: `${a} communication`, colour: a })), { label: "optimizer", colour: "optimizer" }, { label: "host", colour: "host" }]));
-  box.append(table([{ title: "stream", key: "stream" }, { title: "measured", key: "measured", text: (v) => format.seconds(v), align: "right" }, { title: "simulated", key: "simulated", text: (v) => format.seconds(v), align: "right" }], totals(timeline), { caption: "Busy seconds of rank 0 by stream" }));
+  root.addEventListener("pointerleave", () => { together(null); hide(); });
+  root.addEventListener("keydown", (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!by) return;
+    const now = pointed === null ? first.points.length - 1 : firstAfter(first.points.map((p) => p.x), pointed) + by * Math.max(1, Math.round(first.points.length / 60));
+    together(first.points[Math.max(0, Math.min(first.points.length - 1, now))].x);
+    show(root, () => words(pointed), { type: "focus" });
+    event.preventDefault();
+  });
+  root.addEventListener("blur", () => { if (pointed !== null) together(null); hide(); });
+  point(null);
+  return { point, key };
 }
 
+/** Exposed seconds of the busiest rank by part, measured (in the colour of the run) and predicted (hatched). */
+export function parts(element, runs) {
+  const box = panel("By part of the step", runs.map(({ run }) => `${runs.length > 1 ? `${run.name}: ` : ""}rank ${run.parts.communication.busiest_rank}, the busiest, mean of ${run.parts.communication.steps} steps`).join("; ") + ". Hatched: predicted.");
+  element.append(box);
+  const of = (c, name) => [c.exposed_s[name] ?? 0, c.predicted_exposed_s[name] ?? 0], all = runs.map(({ run }) => run.parts.communication);
+  const names = [...new Set(all.flatMap((c) => [...Object.keys(c.exposed_s), ...Object.keys(c.predicted_exposed_s)]))].filter((name) => all.some((c) => of(c, name).some(Boolean)));
+  const rows = names.flatMap((name) => runs.flatMap(({ run, colour }) => of(run.parts.communication, name).map((value, predicted) => ({ label: `${name} ${run.name} ${predicted}`, name, value, colour, pattern: predicted ? "hatch" : null, text: value ? format.seconds(value) : "", formula: `${part.NAMES[name] ?? name}, ${predicted ? "predicted" : "measured"}${runs.length > 1 ? ` in ${run.name}` : ""}: ${format.seconds(value)}` }))));
+  const small = element.clientWidth < 480, chart = figure(box, { height: 46 + 16 * rows.length + 6 * names.length, left: small ? 96 : 130, right: 70, bottom: 38, label: rows.map((r) => r.formula).join("; ") });
+  const most = Math.max(...rows.map((r) => r.value)), unit = most < 1 ? ["ms", 1e3] : ["s", 1], groups = band(names, [0, chart.height], { gap: 0.12 });
+  const x = linear([0, most], [0, chart.width]), tall = groups.width / (2 * runs.length);
+  axis(chart, x, "bottom", { label: unit[0], format: (v) => format.number(v * unit[1]), ticks: small ? 3 : 6 });
+  names.forEach((name) => label(chart, part.NAMES[name] ?? name, -8, groups(name) + groups.width / 2, { anchor: "end", middle: true, size: 11, colour: "quiet" }));
+  const y = Object.assign((key) => groups(rows.find((r) => r.label === key).name) + tall * (rows.findIndex((r) => r.label === key) % (2 * runs.length)), { kind: "band", width: tall * 0.86 });
+  bars(chart, rows, { x, y, focus: false });
+  box.append(legend(runs.flatMap(({ run, colour }) => [{ label: runs.length > 1 ? `${run.name}, measured` : "measured", colour }, { label: "predicted", colour, pattern: "hatch" }])));
+}
+
+const FILL = { F: "forward", B: "backward", I: "input-gradient", W: "weight", optimizer: "optimizer", overhead: "host" };
+const colourOf = (span) => (span.stream.startsWith("comm:") ? span.stream.slice(5) : FILL[span.category] ?? (span.stream === "host" ? "host" : "recompute"));
 const STREAMS = ["schedule", "compute", "comm:tp", "comm:cp", "comm:ep", "comm:pp", "comm:dp", "host"];
 const order = (a, b) => Number(a.split(" ")[0]) - Number(b.split(" ")[0]) || STREAMS.indexOf(a.split(" ")[1]) - STREAMS.indexOf(b.split(" ")[1]);
-const length = (spans) => Math.max(0, ...spans.map((s) => s.start_s + s.duration_s));
-const totals = (timeline) => STREAMS.map((stream) => ({ stream, ...Object.fromEntries(["measured", "simulated"].map((side) => [side, timeline[side].filter((s) => s.rank === 0 && s.stream === stream).reduce((sum, s) => sum + s.duration_s, 0)])) })).filter((row) => row.measured || row.simulated);
+const SIDES = ["measured", "simulated"];
+
+/** The measured step above the simulated one on one time axis; lanes are ranks and streams. */
+export function steps(element, timeline, name) {
+  const box = panel(`A measured step above the simulated one${name ? `: ${name}` : ""}`, `Step ${timeline.step}. Ranks of the simulated step are pipeline stages.`), total = Math.max(...SIDES.flatMap((side) => timeline[side].map((s) => s.start_s + s.duration_s)));
+  element.append(box);
+  const groups = SIDES.map((side) => {
+    const spans = timeline[side], keys = [...new Set(spans.map((s) => `${s.rank} ${s.stream}`))].sort(order);
+    return { title: side === "measured" ? "Measured" : "Simulated", note: format.seconds(Math.max(0, ...spans.map((s) => s.start_s + s.duration_s))), lanes: keys.map((key) => laneOf(`${key.replace("comm:", "")}`, spans.filter((s) => `${s.rank} ${s.stream}` === key).map((s) => ({ ...s, start: s.start_s, end: s.start_s + s.duration_s })), (s) => ({ colour: colourOf(s), text: s.name, about: `${s.name}\n${s.stream}, rank ${s.rank}: ${format.seconds(s.duration_s)} from ${format.seconds(s.start_s)}` }))) };
+  }).filter((group) => group.lanes.length);
+  lanes(box, groups, { total, label: groups.map((group) => `${group.title}: ${group.note}`).join(", "), lane: 16 });
+  const used = new Set(SIDES.flatMap((side) => timeline[side].map(colourOf)));
+  box.append(legend(Object.entries({ forward: "forward", backward: "backward", "input-gradient": "input gradient", weight: "weight gradient", recompute: "block of the model", tp: "tp communication", cp: "cp communication", ep: "ep communication", pp: "pp communication", dp: "dp communication", optimizer: "optimizer", host: "host" }).filter(([colour]) => used.has(colour)).map(([colour, words]) => ({ label: words, colour }))));
+  const totals = STREAMS.map((stream) => ({ stream, ...Object.fromEntries(SIDES.map((side) => [side, timeline[side].filter((s) => s.rank === 0 && s.stream === stream).reduce((sum, s) => sum + s.duration_s, 0)])) })).filter((row) => row.measured || row.simulated);
+  box.append(table([{ title: "stream", key: "stream" }, { title: "measured", key: "measured", text: (v) => format.seconds(v), align: "right" }, { title: "simulated", key: "simulated", text: (v) => format.seconds(v), align: "right" }], totals, { caption: "Busy seconds of rank 0 by stream" }));
+}
+
+const HAPPENED = { ...MARKS, "checkpoint-finished": ["good", "checkpoint"], evaluation: ["accent", "evaluation"] };
+
+/** When the attempts of each run trained, and what happened meanwhile. */
+export function history(element, runs) {
+  const all = runs.filter(({ run }) => run.about?.attempts?.some((a) => a.start));
+  if (!all.length) return;
+  const box = panel("When it trained", "A bar is an attempt; between two of them the run was restarted. Marks are faults, restarts, checkpoints and evaluations."), begun = ({ run }) => run.about.attempts[0].start;
+  element.append(box);
+  const end = ({ run }, attempt) => attempt.ended ?? run.rows.at(-1)?.[run.columns.indexOf("time")] ?? attempt.start;
+  const most = Math.max(1, ...all.flatMap((one) => [...one.run.about.attempts.map((a) => end(one, a)), ...one.run.events.map((e) => e.time)].map((at) => at - begun(one))));
+  const small = element.clientWidth < 480, chart = figure(box, { height: 44 + 40 * all.length, left: small ? 60 : 130, right: 14, top: 6, bottom: 38, label: all.map(({ run }) => `${run.name}: ${run.about.attempts.length} attempts`).join(", ") });
+  const x = linear([0, most], [0, chart.width]), y = band(all.map(({ run }) => run.name), [0, chart.height], { gap: 0.3 });
+  axis(chart, x, "bottom", { label: "time since the start of the run", format: (v) => format.seconds(v, 2), ticks: small ? 3 : 6 });
+  axis(chart, y, "left", { format: (name) => (small && name.length > 8 ? `${name.slice(0, 7)}…` : name) });
+  for (const one of all) {
+    const top = y(one.run.name);
+    bars(chart, one.run.about.attempts.map((attempt, i) => ({ label: one.run.name, start: attempt.start - begun(one), value: Math.max(0, end(one, attempt) - attempt.start), colour: one.colour, formula: `Attempt ${i + 1}: ${attempt.world ?? "?"} ranks, from step ${format.whole(attempt.resumed_from ?? 0)}\n${attempt.cause || "no fault"}` })), { x, y: Object.assign(() => top + y.width * 0.3, { kind: "band", width: y.width * 0.4 }) });
+    scatter(chart, one.run.events.filter((e) => HAPPENED[e.kind]).map((e) => ({ x: e.time - begun(one), y: one.run.name, colour: HAPPENED[e.kind][0], shape: { good: "circle", accent: "square", bad: "cross" }[HAPPENED[e.kind][0]] ?? "triangle", formula: `${e.text}\nstep ${format.whole(e.step)}` })), { x, y: () => top + y.width * 0.5, radius: 5, focus: false });
+  }
+  const kinds = [...new Set(all.flatMap(({ run }) => run.events.map((e) => e.kind).filter((kind) => HAPPENED[kind])))];
+  if (kinds.length) box.append(legend(kinds.map((kind) => ({ label: HAPPENED[kind][1], colour: HAPPENED[kind][0] }))));
+}

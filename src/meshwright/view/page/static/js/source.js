@@ -80,6 +80,7 @@ export const cluster = (toml) => json("/api/cluster", { body: { lines: toml.spli
 export const dropped = (files, reference, signal) => json(`/api/dropped${reference ? `?reference=${encodeURIComponent(reference)}` : ""}`, { body: new Blob(files.flatMap(({ name, file }) => [`${JSON.stringify({ name, size: file.size })}\n`, file])), type: "application/x-meshwright-files", signal });
 /** Whether there may be training runs: a server knows some, or `meshwright report` wrote them into the file. */
 export const hasRuns = live || Boolean(embedded.runs);
-export const runs = (signal) => (live ? json("/api/runs", { signal }) : Promise.resolve(embedded.runs));
-/** One run; `seen` of the last answer leaves out what was sent before. */
-export const run = (name, seen, signal) => (live ? json(`/api/runs/${encodeURIComponent(name)}${seen ? `?seen=${encodeURIComponent(seen)}` : ""}`, { signal }) : Promise.resolve(embedded.run[name]));
+/** The runs of a written file: their list, and each by its name. */
+export const runs = embedded?.runs ?? null, run = embedded?.run ?? null;
+/** The stream of what is new in the list of runs and in these. `seen`: what is known of them already. */
+export const watchRuns = (names, seen) => new EventSource(`/api/watch?${new URLSearchParams([...names.map((name) => ["run", name]), ["seen", seen]])}`);

@@ -21,7 +21,7 @@ import { view as sheet } from "meshwright/views/sheet.js";
 import { view as stages } from "meshwright/views/stages.js";
 import { view as strategies } from "meshwright/views/strategies.js";
 import { view as timeline } from "meshwright/views/timeline.js";
-import { view as runs } from "meshwright/views/runs.js";
+import { views as runs } from "meshwright/views/runs.js";
 import { view as traced } from "meshwright/views/traced.js";
 import { view as verdict } from "meshwright/views/verdict.js";
 import { view as waterfall } from "meshwright/views/waterfall.js";
@@ -51,7 +51,7 @@ export const VIEWS = [
   strategies,
   zero,
   overlap,
-  runs,
+  ...runs,
   traced,
   checked,
   ...(source.live ? [] : [sheet]), // only in written files

@@ -1,106 +1,154 @@
-// Runs: the folders that `meshwright train` writes, on the live page and in the file of `meshwright report`. Curves grow while a run trains; at
-// its end there are predicted against measured by part, and a measured step above the simulated one.
+// Runs: the folders that `meshwright train` writes. A list beside curves that grow while a run trains, predicted against measured by part, a measured
+// step above the simulated one, faults and checkpoints. Several runs are drawn in the same figures, each in its own colour.
 
-import { choice, clear, format, h, panel, stat, table } from "meshwright/draw.js";
+import { choice, clear, format, h, keepFocus, panel, slider, stat, table } from "meshwright/draw.js";
 import { refusal } from "meshwright/notice.js";
-import { column, curves, parts, steps } from "meshwright/run-charts.js";
+import { AXES, column, curves, history, parts, steps } from "meshwright/run-charts.js";
+import { known, release, subscribe, watch } from "meshwright/runs.js";
 import * as source from "meshwright/source.js";
+import * as state from "meshwright/state.js";
 
-const POLL_MS = 1500, MOST_COMPARED = 3;
-let known = { list: null, runs: new Map() }, timer = 0, asked = null;
+const MOST = 8, FILTER_FROM = 8; // runs that are drawn together; runs from which the list has a filter
+const TONES = { running: "accent", done: "good", stopped: "warn", failed: "bad", unreadable: "bad" };
+const SMOOTH = [0, 5, 10, 25, 50, 100];
+const colours = new Map(); // of runs by name: a run keeps its colour
+let filter = "", ended = null;
 
-export const view = {
-  name: "runs",
-  title: "Training runs",
-  short: "Runs",
-  workspace: "runs",
-  sentence: source.live ? "Runs of `meshwright train --out DIR` below the folder given by `meshwright web --runs DIR`: measured against predicted." : "Runs of `meshwright train`: each was predicted before it ran.",
-  needs: [],
-  liveOnly: !source.hasRuns,
-  localOptions: true,
-  draw(element, data, context) {
-    const body = h("div", null);
-    element.append(body);
-    if (known.list && known.runs.has(chosen(context))) paint(body, context);
-    clearTimeout(timer);
-    follow(body, context);
-  },
-  leave() {
-    clearTimeout(timer);
-    asked?.abort();
-  },
-};
+const options = () => state.get().page.options.runs ?? {};
+const set = (changes) => state.set("page.options.runs", { ...options(), ...changes });
+const names = () => known.list?.runs.map((r) => r.name) ?? [];
+/** The names of the runs that are drawn; the first one is in the head. */
+function shown() {
+  const all = names(), wanted = (options().shown ?? []).filter((name) => all.includes(name)).slice(0, MOST);
+  return wanted.length ? wanted : all.slice(0, 1);
+}
 
-const chosen = (context) => (known.list.runs.some((r) => r.name === context.options.run) ? context.options.run : known.list.runs[0]?.name);
-const compared = (context) => (context.options.compare ?? []).filter((name) => name !== chosen(context) && known.list.runs.some((r) => r.name === name)).slice(0, MOST_COMPARED);
-
-/** Ask for the list and for what is new in the chosen runs; go on while one of them trains. */
-async function follow(body, context) {
-  asked?.abort();
-  asked = new AbortController();
-  const { signal } = asked;
-  try {
-    const before = JSON.stringify(known.list);
-    known.list = await source.runs(signal);
-    const name = chosen(context);
-    if (name === undefined) clear(body).append(h("p", { class: "empty" }, "There is no run yet. Train one with "), h("code", null, `meshwright train examples/demo-dp2-tp2.toml --out ${known.list.folder || "runs"}/demo`));
-    else {
-      let fresh = before !== JSON.stringify(known.list);
-      for (const each of [name, ...compared(context)]) fresh = (await ask(each, signal)) || fresh;
-      if (signal.aborted) return;
-      if (fresh || !body.firstChild) paint(body, context);
-    }
-  } catch (error) {
-    if (error.name === "AbortError") return;
-    clear(body).append(refusal(error.error ?? { code: "", what: String(error), why: "", valid: [], fix: "" }));
+function colourOf(name) {
+  if (!colours.has(name)) {
+    const used = new Set(shown().map((other) => colours.get(other)));
+    colours.set(name, [1, 2, 3, 4, 5, 6, 7, 8].find((k) => !used.has(k)) ?? 1);
   }
-  if (!signal.aborted && source.live) timer = setTimeout(() => body.isConnected && follow(body, context), POLL_MS);
+  return `series-${colours.get(name)}`;
 }
 
-/** Read on in one run; whether anything is new. */
-async function ask(name, signal) {
-  const before = known.runs.get(name), found = await source.run(name, before?.seen ?? "", signal);
-  if (signal.aborted) return false;
-  const kept = before && !found.fresh ? before : { rows: [], events: [], parts: {} };
-  known.runs.set(name, { ...found, rows: [...kept.rows, ...found.rows], events: [...kept.events, ...found.events], parts: { ...kept.parts, ...found.parts } });
-  return !before || found.rows.length + found.events.length + Object.keys(found.parts).length > 0 || found.state !== before.state;
+/** A view of runs: the list, the head of the first chosen one, and what `draw(body, runs)` adds. */
+function runsView(name, title, short, draw) {
+  return {
+    name, title, short, workspace: "runs", ownTitle: true, needs: [], liveOnly: !source.hasRuns, localOptions: true,
+    draw(element) {
+      const list = h("aside", { class: "runs-list", "aria-label": "Runs" }), body = h("div", { class: "runs-body" });
+      element.append(h("div", { class: "runs" }, list, body));
+      ended?.();
+      ended = subscribe(() => {
+        if (!body.isConnected) return;
+        if (body.matches(":active")) return void setTimeout(paint, 300); // what is pressed stays until the click
+        paint();
+      });
+      let first = "";
+      function paint() {
+        if (source.live && known.list) watch(shown());
+        const listed = JSON.stringify([known.list, shown()]);
+        if (listed !== first) keepFocus(list, () => fill(list));
+        first = listed;
+        keepFocus(body, () => content(body, draw));
+      }
+      if (source.live) watch(known.list ? shown() : []);
+      paint();
+    },
+    leave() {
+      ended?.();
+      release();
+    },
+  };
 }
 
-const TONES = { done: "good", stopped: "warn", failed: "bad", unreadable: "bad" };
+export const views = [
+  runsView("runs", "Training runs", "Curves", (body, runs) => {
+    body.append(h("div", { class: "controls" },
+      choice("Across", Object.entries(AXES), options().x ?? "step", (x) => set({ x })),
+      slider("Smoothing", { values: SMOOTH, value: options().smooth ?? 0, text: (n) => (n ? `${n} steps` : "none"), oninput: (smooth) => set({ smooth }) })));
+    curves(body, runs, { across: options().x ?? "step", smooth: options().smooth ?? 0 });
+    if (runs.length > 1) body.append(comparison(runs));
+  }),
+  runsView("run-parts", "Predicted and measured", "Predicted and measured", (body, runs) => {
+    const first = runs[0].run, { difference, proof } = first.parts;
+    if (!runs[0].comparable) body.append(h("p", { class: "notice" }, `The prediction is for ${first.accelerator}, the run used CPU processes: times do not compare.`));
+    if (proof) body.append(proved(proof));
+    const measured = runs.filter(({ run }) => run.parts.communication?.exposed_s && run.parts.communication.predicted_exposed_s);
+    if (measured.length) parts(body, measured);
+    if (difference) body.append(panel(`Every quantity of ${first.name}`, "What both the prediction and the run have.", table([
+      { title: "quantity", key: "what" },
+      { title: "predicted", key: "predicted", text: (v, row) => quantity(v, row.unit), align: "right" },
+      { title: "measured", key: "measured", text: (v, row) => quantity(v, row.unit), align: "right" },
+      { title: "error", key: "error", text: (v, row) => (row.measured ? format.change(row.predicted / row.measured - 1) : "–"), align: "right" },
+    ], difference, { name: "Prediction and measurement" })));
+    if (!measured.length && !difference) body.append(later(first, "The parts of a step are measured at the end of a run."));
+  }),
+  runsView("run-steps", "A measured step", "Timeline", (body, runs) => {
+    const timed = runs.filter(({ run }) => run.parts.timeline?.measured?.length);
+    if (!timed.length) body.append(later(runs[0].run, "A step is traced at the end of a run."));
+    for (const { run } of timed.slice(0, 2)) steps(body, run.parts.timeline, timed.length > 1 ? run.name : "");
+  }),
+  runsView("run-events", "Faults and checkpoints", "Faults and checkpoints", (body, runs) => {
+    history(body, runs);
+    for (const { run } of runs) events(body, run, runs.length > 1);
+    circumstances(body, runs[0].run);
+  }),
+];
 
-function paint(body, context) {
-  const name = chosen(context), run = known.runs.get(name), others = compared(context).map((other) => known.runs.get(other)).filter(Boolean);
-  const { prediction, measurement, difference, communication, timeline, proof } = run.parts;
-  const comparable = run.about?.device !== "cpu" || !run.accelerator || run.accelerator === "cpu";
-  clear(body).append(h("div", { class: "controls" }, choice("Run", known.list.runs.map((r) => [r.name, `${r.name} (${r.state})`]), name, (next) => context.setOptions({ run: next, compare: [] }))), h("p", { class: "sentence" }, [run.model, run.title].filter(Boolean).join(" · ")));
-  if (known.list.runs.length > 1) overview(body, context, name);
-  stats(body, run, comparable);
-  if (!comparable) body.append(h("p", { class: "notice" }, `The prediction is for ${run.accelerator}, the run used CPU processes: times do not compare.`));
-  if (proof) body.append(proved(proof));
-  curves(body, run, comparable, others);
-  if (communication?.exposed_s && communication.predicted_exposed_s) parts(body, communication);
-  if (difference) body.append(panel("Predicted against measured", "Each quantity that both the prediction and the run have.", table([
-    { title: "quantity", key: "what" },
-    { title: "predicted", key: "predicted", text: (v, row) => quantity(v, row.unit), align: "right" },
-    { title: "measured", key: "measured", text: (v, row) => quantity(v, row.unit), align: "right" },
-    { title: "error", key: "error", text: (v, row) => (row.measured ? format.change(row.predicted / row.measured - 1) : "–"), align: "right" },
-  ], difference, { caption: "Prediction and measurement" })));
-  if (timeline?.measured?.length) steps(body, timeline);
-  else if (run.state === "running") body.append(h("p", { class: "empty" }, "Parts and timelines appear when the run ends."));
-  history(body, run);
-  circumstances(body, run, measurement ?? prediction);
+const later = (run, words) => h("p", { class: "empty" }, run.state === "running" ? `${words} This one still trains.` : `${words} This one has none.`);
+
+function content(body, draw) {
+  clear(body);
+  if (known.lost) body.append(h("p", { class: "notice", role: "status" }, known.list ? "The server does not answer. What is below is from before; the page goes on as soon as the server is back." : "The server does not answer yet."));
+  if (!known.list) return void (known.lost || body.append(h("p", { class: "empty" }, "Reading …")));
+  if (known.list.error) return void body.append(refusal(known.list.error));
+  if (!known.list.runs.length) return void body.append(none());
+  const all = shown().map((name) => known.runs.get(name)).filter(Boolean);
+  for (const run of all.filter((run) => run.error)) body.append(refusal(run.error));
+  const runs = all.filter((run) => !run.error).map((run) => ({ run, colour: colourOf(run.name), comparable: run.about?.device !== "cpu" || !run.accelerator || run.accelerator === "cpu" }));
+  if (!runs.length) return void (all.length || body.append(h("p", { class: "empty" }, "Reading …")));
+  head(body, runs[0]);
+  draw(body, runs);
 }
 
-function stats(body, run, comparable) {
-  const { prediction, measurement } = run.parts, entry = known.list.runs.find((r) => r.name === run.name) ?? {};
-  const loss = column(run, "loss"), seconds = column(run, "seconds"), last = seconds.at(-1);
+const none = () => panel("No run yet", "Train one in a terminal; it appears here with its first step.", h("pre", { class: "command" }, `meshwright train examples/demo-dp2-tp2.toml --out ${known.list.folder || "runs"}/demo`), known.list.folder ? null : h("p", null, "This server was started without a folder of runs. Start it with one:"), known.list.folder ? null : h("pre", { class: "command" }, "meshwright web --runs runs"));
+
+/** The list: a click shows one run, a checkbox draws another in the same figures. */
+function fill(list) {
+  clear(list);
+  const all = known.list?.runs ?? [], drawn = shown(), rows = h("ul");
+  const show = () => clear(rows).append(...all.filter((row) => `${row.name} ${row.model} ${row.title} ${row.state}`.toLowerCase().includes(filter.toLowerCase())).map((row) => item(row, drawn)));
+  list.append(h("details", { open: !matchMedia("(max-width: 900px)").matches }, h("summary", null, h("b", null, `${format.whole(all.length)} ${all.length === 1 ? "run" : "runs"}`), known.list?.folder ? ` in ${known.list.folder}` : ""),
+    all.length >= FILTER_FROM ? h("input", { type: "search", placeholder: "Filter", "aria-label": "Filter runs", value: filter, oninput: (event) => { filter = event.target.value; show(); } }) : null, rows));
+  show();
+}
+
+function item(row, drawn) {
+  const on = drawn.includes(row.name), expected = row.predicted_step_time_s && row.step_time_s && row.comparable ? ` · predicted ${format.change(row.predicted_step_time_s / row.step_time_s - 1)}` : "";
+  return h("li", { class: on ? "chosen" : null },
+    h("input", { type: "checkbox", checked: on, disabled: (on && drawn.length === 1) || (!on && drawn.length >= MOST), style: { "accent-color": on ? `var(--${colourOf(row.name)})` : "var(--quiet)" }, "aria-label": `Draw ${row.name}`, onchange: () => set({ shown: on ? drawn.filter((name) => name !== row.name) : [...drawn, row.name] }) }),
+    h("button", { type: "button", class: "link", "aria-current": drawn[0] === row.name ? "true" : null, onclick: () => set({ shown: [row.name, ...(on ? drawn.filter((name) => name !== row.name) : [])] }) }, row.name),
+    h("span", { class: `state tone-${TONES[row.state] ?? "ink"}` }, row.state),
+    h("small", null, [row.loss === null || row.loss === undefined ? "" : `loss ${format.number(row.loss, 4)}`, row.step_time_s ? `${format.seconds(row.step_time_s)} a step${expected}` : ""].filter(Boolean).join(" · ")),
+    h("small", null, [row.model, row.title].filter(Boolean).join(" · ")));
+}
+
+/** Name, progress and the main numbers of one run. */
+function head(body, { run, colour, comparable }) {
+  const { prediction, measurement } = run.parts, entry = known.list.runs.find((r) => r.name === run.name) ?? {}, planned = run.about?.steps;
+  const loss = column(run, "loss"), seconds = column(run, "seconds"), last = seconds.at(-1), memory = column(run, "memory_gib").at(-1);
   const error = prediction && entry.step_time_s && comparable ? `${format.change(prediction.step_time_s / entry.step_time_s - 1)} against the run` : "";
+  body.append(h("header", { class: "run-head" },
+    h("h2", null, h("span", { class: "swatch", style: { background: `var(--${colour})` } }), run.name, " ", h("span", { class: `state tone-${TONES[run.state] ?? "ink"}` }, run.state)),
+    h("p", { class: "sentence" }, [run.model, run.title].filter(Boolean).join(" · ")),
+    planned ? h("p", { class: "progress" }, h("progress", { max: planned, value: Math.min(run.steps, planned), "aria-label": "Steps" }), ` step ${format.whole(run.steps)} of ${format.whole(planned)}${left(run)}`) : null));
   body.append(h("div", { class: "stats" },
-    stat("State", run.state, { detail: `${format.whole(run.steps)}${run.about?.steps ? ` of ${format.whole(run.about.steps)}` : ""} steps${left(run)}`, tone: TONES[run.state] ?? "" }),
     stat("Loss", loss.length ? format.number(loss.at(-1).y, 4) : "–", { detail: loss.length ? `from ${format.number(loss[0].y, 4)}` : "" }),
     measurement ? stat("Measured step", format.seconds(measurement.step_time_s), { detail: `${format.seconds(measurement.step_time_low_s)} to ${format.seconds(measurement.step_time_high_s)}` }) : stat("Last step", last ? format.seconds(last.y) : "–", { detail: entry.step_time_s ? `median ${format.seconds(entry.step_time_s)}` : "" }),
     prediction ? stat("Predicted step", format.seconds(prediction.step_time_s), { detail: error || (Number.isFinite(prediction.step_time_low_s) ? `${format.seconds(prediction.step_time_low_s)} to ${format.seconds(prediction.step_time_high_s)}` : "") }) : null,
-    entry.tokens_per_s ? stat("Throughput", `${format.count(entry.tokens_per_s)} ${entry.unit}/s`, { detail: entry.mfu && comparable ? `MFU ${format.percent(entry.mfu)}` : "" }) : null,
+    entry.tokens_per_s ? stat("Throughput", `${format.count(entry.tokens_per_s)}/s`, { detail: `${entry.unit}${entry.mfu && comparable ? `, MFU ${format.percent(entry.mfu)}` : ""}` }) : null,
+    memory ? stat("Memory", format.gib(memory.y), { detail: "peak of rank 0" }) : null,
     checkpoint(run)));
 }
 
@@ -114,32 +162,28 @@ function left(run) {
 }
 
 function checkpoint(run) {
-  const events = run.events.filter((event) => event.kind?.startsWith("checkpoint")), finished = events.filter((event) => event.kind === "checkpoint-finished").at(-1);
-  if (!events.length) return null;
-  const writing = events.at(-1).kind === "checkpoint-begun";
-  return stat("Checkpoint", writing ? `writing step ${format.whole(events.at(-1).step)}` : `step ${format.whole(finished.step)}`, { detail: finished ? `${writing ? `last: step ${format.whole(finished.step)}, ` : ""}${finished.seconds ? `took ${format.seconds(finished.seconds)}` : ""}` : "" });
+  const written = run.events.filter((event) => event.kind?.startsWith("checkpoint")), finished = written.filter((event) => event.kind === "checkpoint-finished").at(-1);
+  if (!written.length) return null;
+  const writing = run.state === "running" && written.at(-1).kind === "checkpoint-begun";
+  return stat("Checkpoint", writing ? `writing step ${format.whole(written.at(-1).step)}` : finished ? `step ${format.whole(finished.step)}` : "none", { detail: finished ? `${writing ? `last: step ${format.whole(finished.step)}, ` : ""}${finished.seconds ? `took ${format.seconds(finished.seconds)}` : ""}` : "" });
 }
 
-/** All runs as a table; a run is shown, or its curves are drawn in the same figures. */
-function overview(body, context, name) {
-  const shown = new Set(compared(context));
-  const compare = (row) => h("input", { type: "checkbox", checked: shown.has(row.name), disabled: row.name === name || (!shown.has(row.name) && shown.size >= MOST_COMPARED), "aria-label": `Compare with ${row.name}`, onchange: (event) => {
-    const next = new Set(shown);
-    if (event.target.checked) next.add(row.name);
-    else next.delete(row.name);
-    context.setOptions({ run: name, compare: [...next] });
-  } });
-  body.append(panel("Runs", `The curves of up to ${MOST_COMPARED} other runs can be drawn in the same figures.`, table([
-    { title: "run", key: "name", text: (v) => h("button", { type: "button", class: "link", onclick: () => context.setOptions({ run: v, compare: [] }) }, v) },
-    { title: "compare", value: (row) => row, text: (row) => compare(row) },
+/** The chosen runs side by side. */
+function comparison(runs) {
+  const rows = runs.map(({ run, colour }) => ({ ...(known.list.runs.find((r) => r.name === run.name) ?? {}), colour }));
+  return panel("", "", table([
+    { title: "run", value: (row) => row, text: (row) => h("span", { class: "nowrap" }, h("span", { class: "swatch", style: { background: `var(--${row.colour})` } }), row.name) },
     { title: "state", key: "state" },
     { title: "steps", key: "steps", text: format.whole, align: "right" },
     { title: "loss", key: "loss", text: (v) => format.number(v, 4), align: "right" },
+    { title: "validation", key: "validation_loss", text: (v) => format.number(v, 4), align: "right" },
     { title: "step", key: "step_time_s", text: (v) => format.seconds(v), align: "right" },
     { title: "predicted", key: "predicted_step_time_s", text: (v) => format.seconds(v), align: "right" },
     { title: "per second", value: (row) => row, text: (row) => (row.tokens_per_s ? `${format.count(row.tokens_per_s)} ${row.unit}` : "–"), align: "right" },
-    { title: "plan", value: (row) => [row.model, row.title].filter(Boolean).join(" · ") },
-  ], known.list.runs, { caption: "Training runs", chosen: (row) => row.name === name })));
+    { title: "MFU", key: "mfu", text: (v) => format.percent(v), align: "right" },
+    { title: "memory", key: "memory_gib", text: (v) => (v ? format.gib(v) : "–"), align: "right" },
+    { title: "model and plan", value: (row) => [row.model, row.title].filter(Boolean).join(" · ") },
+  ], rows, { caption: "Runs side by side" }));
 }
 
 /** The verdict of `verify --out` in the same folder. */
@@ -147,14 +191,16 @@ function proved(proof) {
   const copies = (proof.copies ?? [proof]).map((copy) => copy.plan).filter(Boolean), bounds = Object.entries(proof.errors ?? {}).map(([dtype, e]) => `${dtype} gradients within ${e.gradient?.toExponential(1)}`);
   const first = proof.first_break, why = first ? `${first.what} ${first.name} of step ${first.step} on rank ${first.rank} differs; axis ${first.axis}` : "the collectives it issues differ from the step program";
   const words = proof.passed ? `Proved to train the same model as one device, over ${proof.steps} steps on ${proof.ranks} ranks: ${bounds.join(", ")}.` : `Not proved: ${why}.`;
-  return h("p", { class: proof.passed ? "notice good" : "notice bad" }, words, copies.length ? ` Trained to prove it: ${copies.join("; ")}.` : "");
+  return h("p", { class: proof.passed ? "notice good" : "notice error" }, words, copies.length ? ` Trained to prove it: ${copies.join("; ")}.` : "");
 }
 
-/** Attempts and events, if there was more than one uneventful attempt. */
-function history(body, run) {
-  const clock = (seconds) => new Date(1e3 * seconds).toLocaleString([], { dateStyle: "short", timeStyle: "medium" });
-  const attempts = run.about?.attempts ?? [], events = run.events.filter((event) => !["checkpoint-begun", "evaluation"].includes(event.kind)).slice(-50).reverse();
-  if (attempts.length > 1 || attempts[0]?.cause) body.append(panel("Attempts", "A run that lost a rank begins again at its last good checkpoint.", table([
+const clock = (seconds) => new Date(1e3 * seconds).toLocaleString([], { dateStyle: "short", timeStyle: "medium" });
+
+/** Attempts, checkpoints and other events of a run, the newest first. */
+function events(body, run, several) {
+  const of = several ? ` of ${run.name}` : "", attempts = run.about?.attempts ?? [], isCheckpoint = (event) => event.kind?.startsWith("checkpoint");
+  const saves = run.events.filter((event) => isCheckpoint(event) && event.kind !== "checkpoint-begun").slice(-50).reverse(), others = run.events.filter((event) => !isCheckpoint(event) && event.kind !== "evaluation").slice(-50).reverse();
+  if (attempts.length > 1 || attempts[0]?.cause) body.append(panel(`Attempts${of}`, "A run that lost a rank begins again at its last good checkpoint.", table([
     { title: "attempt", value: (row) => attempts.indexOf(row) + 1 },
     { title: "began", key: "start", text: clock },
     { title: "ranks", key: "world", align: "right" },
@@ -162,15 +208,18 @@ function history(body, run) {
     { title: "first step", key: "resumed_from", text: (v) => format.whole(v ?? 0), align: "right" },
     { title: "ended", key: "ended", text: (v) => (v ? clock(v) : "–") },
     { title: "cause", key: "cause", text: (v) => v ?? "" },
-  ], attempts, { caption: "Attempts" })));
-  if (events.length) body.append(panel("Events", "The newest first.", table([{ title: "time", key: "time", text: clock }, { title: "step", key: "step", text: format.whole, align: "right" }, { title: "event", key: "text" }], events, { caption: "Events" })));
+  ], attempts, { name: "Attempts" })));
+  const what = [{ title: "time", key: "time", text: clock }, { title: "step", key: "step", text: format.whole, align: "right" }, { title: "event", key: "text" }];
+  if (others.length) body.append(panel(`Events${of}`, "The newest first.", table(what, others, { name: "Events" })));
+  if (saves.length) body.append(panel(`Checkpoints${of}`, "The newest first. Time from the beginning of a save to its end; training goes on meanwhile.", table([...what.slice(0, 2), { title: "took", key: "seconds", text: (v) => (v ? format.seconds(v) : "–"), align: "right" }, what[2]], saves, { name: "Checkpoints" })));
+  if (!others.length && !saves.length) body.append(h("p", { class: "empty" }, `Nothing happened${several ? ` in ${run.name}` : ""} beside training: no fault, no checkpoint.`));
 }
 
 /** What a run depends on besides its run file. */
 function circumstances(body, run) {
   const about = run.about ?? {}, git = about.git, versions = Object.entries(about.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", ");
   const rows = [["command", (about.command ?? []).join(" ")], ["hosts", (about.hosts ?? []).join(", ")], ["versions", versions], ["git", git ? `${git.commit.slice(0, 12)} on ${git.branch}${git.changed ? `, ${git.changed} changed files` : ""}` : ""], ["seed", about.seed], ["platform", about.platform]].filter(([, value]) => value !== undefined && value !== "");
-  if (rows.length) body.append(panel("How it was run", null, h("dl", { class: "reasons" }, rows.flatMap(([name, value]) => [h("dt", null, name), h("dd", null, String(value))]))));
+  if (rows.length) body.append(panel(`How ${run.name} was run`, null, h("dl", { class: "reasons" }, rows.flatMap(([name, value]) => [h("dt", null, name), h("dd", null, String(value))]))));
 }
 
 const quantity = (value, unit) => ({ s: () => format.seconds(value), bytes: () => format.bytes(value), GiB: () => format.gib(value), "%": () => `${format.number(value)}%` })[unit]?.() ?? `${format.count(value)} ${unit}`;

@@ -15,7 +15,7 @@ const look = (part) => COLOURS[part] ?? COLOURS[part.split(":")[0]] ?? COLOURS.o
 export const view = {
   name: "traced",
   title: "Traced steps",
-  short: "Traced",
+  short: "Traces",
   workspace: "runs",
   needs: source.live ? [] : ["traced"],
   sentence: "Where a step of each traced rank went, beside the prediction of its plan. Each moment belongs to one part, so the parts of a strip sum to its step.",
