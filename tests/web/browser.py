@@ -65,7 +65,8 @@ def tabs(chromium: Any) -> Iterator[Tabs]:
 @pytest.fixture
 def open_page(tabs: Tabs) -> Iterator[Callable[..., Any]]:
     """Open an address: open_page(address, dark=False, phone=False); errors of the page fail the test.
-    `refused`: the server refuses something that the test sends, which the browser logs too. `uncached`: nothing was loaded before."""
+    `refused`: the server refuses something that the test sends, `offline`: the test stops it; the browser logs both.
+    `uncached`: nothing was loaded before."""
     opened_pages, contexts, faults = [], [], []
 
     def opened(
@@ -74,6 +75,7 @@ def open_page(tabs: Tabs) -> Iterator[Callable[..., Any]]:
         phone: bool = False,
         ready: str = READY,
         refused: bool = False,
+        offline: bool = False,
         uncached: bool = False,
     ) -> Any:
         if uncached:
@@ -85,7 +87,7 @@ def open_page(tabs: Tabs) -> Iterator[Callable[..., Any]]:
         page.set_default_timeout(WAIT_MS)
 
         def heed(message: Any) -> None:
-            known = refused and "400 (Bad Request)" in message.text
+            known = (refused and "400 (Bad Request)" in message.text) or (offline and "net::ERR_" in message.text)
             if message.type in ("error", "warning") and not known:
                 faults.append(f"console: {message.text}")
 

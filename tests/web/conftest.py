@@ -1,4 +1,5 @@
-"""One server for all tests of a worker process: `meshwright web` on a free port of this machine. Tests in a browser run in `make soak`."""
+"""One server for all tests of a worker process: `meshwright web` on a free port of this machine. Tests in a browser run in `make soak`, except
+those that are marked `daily`: one of each workspace."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ __all__ = ["chromium", "open_page", "run_folders", "server", "tabs"]
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
-        if "chromium" in getattr(item, "fixturenames", ()):
+        if "chromium" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("daily"):
             item.add_marker(pytest.mark.slow)
 
 

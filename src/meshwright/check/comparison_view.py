@@ -29,7 +29,7 @@ def document(one: Recording, many: Recording, comparison: RunComparison) -> str:
 
 
 def data(one: Recording, many: Recording, comparison: RunComparison, called: Mapping[Path, str] = {}) -> Json:
-    """The view's data: the lanes, the first difference, and the parts of the terminal's page. `called`: names of folders that have another one here."""
+    """The view's data: the lanes, the first difference, and the parts of the terminal's page. `called`: other names of the folders."""
     reference, candidate = (called.get(recording.folder, recording.folder.name) for recording in (one, many))
     names = [name for name, *_ in comparison.modules]
     lanes = [[cell(row[1]) for row in comparison.modules], [cell(row[2]) for row in comparison.modules]]
@@ -72,7 +72,7 @@ def first_difference(comparison: RunComparison, names: list[str]) -> Json | None
 def data_of(folders: Mapping[str, Path], reference: str = "") -> Json:
     """The view of dropped recordings: of two their comparison, of one what its ranks disagree in. The reference is the named one, else the one
     on fewer ranks."""
-    recordings = sorted(map(Recording.read, folders.values()), key=lambda r: r.world)
+    recordings = sorted(map(Recording.read, (folders[name] for name in sorted(folders))), key=lambda r: r.world)
     if len(recordings) == 1:
         return findings(recordings[0])
     named = [r for r in recordings if folders.get(reference) == r.folder]

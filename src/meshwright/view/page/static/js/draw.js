@@ -311,6 +311,9 @@ export function table(columns, rows, { caption = "", name = caption, onrow = nul
 
 // Parts of a view.
 
+/** A text in which `backticks` mark code, as elements. */
+export const words = (text) => h("span", null, String(text ?? "–").split("`").map((part, i) => (i % 2 ? h("code", null, part) : part)));
+
 /** Draw the content of an element anew; the control in the same place gets the focus back. */
 export function keepFocus(element, drawn) {
   const reachable = () => [...element.querySelectorAll("button, select, input, a, summary, [tabindex]")], at = reachable().indexOf(document.activeElement);

@@ -1,7 +1,7 @@
 // The frame: navigation, inputs, verdict, and the view that is shown. A change of the state aborts what was asked before and asks again;
 // an answer of an older state is dropped.
 
-import { h, clear, format, keepFocus } from "meshwright/draw.js";
+import { h, clear, format } from "meshwright/draw.js";
 import * as actions from "meshwright/actions.js";
 import * as inputs from "meshwright/inputs.js";
 import * as source from "meshwright/source.js";
@@ -118,17 +118,25 @@ function draw() {
   }
   if (found.length && found.every((a) => a.stale)) return;
   const data = view.needs ? Object.fromEntries(names.map((name, i) => [name, found[i].data])) : found[0].data;
-  body.style.minHeight = `${body.offsetHeight}px`; // the page does not jump while the view is drawn again
-  keepFocus(body, () => {
-    clear(body);
-    try {
-      view.draw(body, data, context(view, busy));
-    } catch (error) {
-      console.error(error);
-      body.append(refusal({ code: "", what: `the view "${view.title}" could not be drawn`, why: String(error), valid: [], fix: "" }));
-    }
-  });
+  const height = body.offsetHeight, focused = focusPath(body);
+  body.style.minHeight = `${height}px`; // the page does not jump while the view is drawn again
+  clear(body);
+  try {
+    view.draw(body, data, context(view, busy));
+  } catch (error) {
+    console.error(error);
+    body.append(refusal({ code: "", what: `the view "${view.title}" could not be drawn`, why: String(error), valid: [], fix: "" }));
+  }
   body.style.minHeight = "";
+  focused?.();
+}
+
+// A view draws its controls anew; the control in the same place gets the focus back.
+function focusPath(body) {
+  const active = document.activeElement;
+  if (!active || !body.contains(active)) return null;
+  const index = [...body.querySelectorAll("button, select, input, a, [tabindex]")].indexOf(active);
+  return () => [...body.querySelectorAll("button, select, input, a, [tabindex]")][index]?.focus({ preventScroll: true });
 }
 
 /** Ask for what the view and the verdict need and do not have. `answered` is called once each of them has a first answer. */

@@ -123,7 +123,7 @@ function curve(box, { title, key, lines, text, evaluated = "", expected = null, 
   root.addEventListener("keydown", (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!by) return;
-    const now = pointed === null ? first.points.length - 1 : firstAfter(first.points.map((p) => p.x), pointed) + by * Math.max(1, Math.round(first.points.length / 60));
+    const now = (pointed === null ? first.points.length - 1 : firstAfter(first.points.map((p) => p.x), pointed)) + by * Math.max(1, Math.round(first.points.length / 60));
     together(first.points[Math.max(0, Math.min(first.points.length - 1, now))].x);
     show(root, () => words(pointed), { type: "focus" });
     event.preventDefault();

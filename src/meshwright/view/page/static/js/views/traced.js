@@ -1,14 +1,14 @@
 // Traced steps beside the prediction: a strip per rank, what to change first, and the waterfall from the predicted to the measured step.
 
-import { axis, band, bars, figure, format, h, label, legend, linear, panel, rect, stat, table } from "meshwright/draw.js";
+import { axis, band, bars, figure, format, h, label, legend, linear, panel, stat, table, words } from "meshwright/draw.js";
 import { zone } from "meshwright/dropped.js";
+import { laneOf, lanes } from "meshwright/lanes.js";
 import * as source from "meshwright/source.js";
 
 const COLOURS = {
-  "compute: products": { colour: "compute" }, "compute: attention": { colour: "ep" }, "compute: loss": { colour: "pp" }, "compute: optimizer": { colour: "optimizer" },
-  "compute: other": { colour: "recompute" }, "compute: copies": { colour: "context" }, waiting: { colour: "bad" }, bubble: { colour: "bubble", pattern: "hatch" },
-  communication: { colour: "dp" }, "communication: tp": { colour: "tp" }, "communication: pp": { colour: "warn" }, data: { colour: "cp", pattern: "cross" },
-  host: { colour: "host", pattern: "dots" }, "host: synchronising calls": { colour: "bad", pattern: "hatch" }, other: { colour: "slack" },
+  "compute: products": "compute", "compute: attention": "weight", "compute: loss": "backward", "compute: optimizer": "optimizer", "compute: other": "recompute",
+  "compute: copies": "context", waiting: "bubble", bubble: "hidden", communication: "dp", "communication: tp": "tp", "communication: cp": "cp", "communication: ep": "ep",
+  "communication: pp": "pp", data: "series-5", host: "host", "host: synchronising calls": "series-7", other: "slack",
 };
 const look = (part) => COLOURS[part] ?? COLOURS[part.split(":")[0]] ?? COLOURS.other;
 
@@ -27,9 +27,10 @@ export const view = {
 function steps(element, data) {
   element.append(h("div", { class: "stats" }, ...stats(data)));
   const first = panel("What to change first", data.causes.length ? "Causes of lost time, with the seconds of a step that each costs." : "No cause of lost time above 1% of the step: compute fills it.");
+  if (data.notes.length) first.append(h("p", { class: "sentence" }, words(data.notes.join(". "))));
   if (data.causes.length) first.append(table([
     { title: "cause", key: "cause" }, { title: "per step", key: "seconds", text: (s) => format.seconds(s), align: "right" },
-    { title: "evidence", key: "evidence" }, { title: "change", key: "fix" }], data.causes));
+    { title: "evidence", key: "evidence", text: words }, { title: "change", key: "fix", text: words }], data.causes));
   element.append(first);
   const strip = panel(`One step of each rank (step ${data.step})`, data.predicted ? "The prediction is below, its parts one after the other. Where many short pieces meet, the longest is drawn." : data.no_prediction);
   element.append(strip);
@@ -40,7 +41,7 @@ function steps(element, data) {
   waterfall(fall, data.predicted);
   element.append(panel("The largest differences", data.predicted.plan, table([
     { title: "part", key: "name" }, { title: "predicted", key: "predicted_s", text: (s) => format.seconds(s), align: "right" }, { title: "measured", key: "measured_s", text: (s) => format.seconds(s), align: "right" },
-    { title: "reason", key: "reason" }], data.predicted.largest)));
+    { title: "reason", key: "reason", text: words }], data.predicted.largest)));
 }
 
 function stats(data) {
@@ -55,19 +56,11 @@ function stats(data) {
 
 /** A lane per rank on one time axis, and the prediction as the last lane. */
 function strips(element, data) {
-  const lanes = [...data.ranks.map((r) => ({ name: `rank ${r.rank}`, pieces: r.pieces, parts: data.parts }))];
-  if (data.predicted) lanes.push({ name: "predicted", pieces: data.predicted.pieces, parts: data.predicted.parts });
-  const top = Math.max(...lanes.map((l) => { const last = l.pieces.at(-1); return last ? last[0] + last[1] : 0; })), unit = top >= 1 ? ["s", 1] : ["ms", 1e3];
-  const chart = figure(element, { height: 50 + 30 * lanes.length, left: 84, right: 16, bottom: 40, label: lanes.map((l) => `${l.name}: ${l.pieces.length} pieces`).join(", ") });
-  const x = linear([0, top], [0, chart.width]), y = band(lanes.map((l) => l.name), [0, chart.height], { gap: 0.22 });
-  axis(chart, x, "bottom", { label: `time within the step, ${unit[0]}`, format: (v) => format.number(v * unit[1]) });
-  axis(chart, y, "left");
-  for (const lane of lanes) for (const [start, length, index] of lane.pieces) {
-    const name = lane.parts[index], { colour, pattern } = look(name);
-    rect(chart, x(start), y(lane.name), Math.max(0.4, x(start + length) - x(start)), y.width, { fill: colour, pattern, round: 0, focus: false, formula: `${lane.name}, ${name}\n${format.seconds(length)} from ${format.seconds(start)}` });
-  }
-  const seen = [...new Set(lanes.flatMap((l) => l.pieces.map((p) => l.parts[p[2]])))];
-  element.append(legend(seen.map((name) => ({ label: name, ...look(name) }))));
+  const all = [...data.ranks.map((r) => ({ name: `rank ${r.rank}`, pieces: r.pieces, parts: data.parts })), ...(data.predicted ? [{ name: "predicted", ...data.predicted }] : [])];
+  const drawn = all.map(({ name, pieces, parts }) => laneOf(name, pieces.map(([start, length, index]) => ({ start, end: start + length, part: parts[index] })), (s) => ({ colour: look(s.part), text: s.part.split(": ").at(-1), about: `${s.part}\n${name}: ${format.seconds(s.end - s.start)} from ${format.seconds(s.start)}` })));
+  lanes(element, [{ title: `Step ${data.step}`, note: format.seconds(data.step_time_s), lanes: drawn }], { total: Math.max(...drawn.map((lane) => lane.reach.at(-1) ?? 0)), lane: 26, label: all.map(({ name, pieces }) => `${name}: ${pieces.length} pieces`).join(", ") });
+  const seen = new Map(all.flatMap(({ pieces, parts }) => pieces.map(([, , index]) => [look(parts[index]), parts[index]])));
+  element.append(legend([...seen].map(([colour, part]) => ({ label: part.startsWith("waiting") ? "waiting for another rank" : part, colour }))));
 }
 
 function waterfall(element, predicted) {
