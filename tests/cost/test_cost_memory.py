@@ -198,7 +198,7 @@ def test_gathers_in_fp8_halve_weights_but_not_gradients():
         block = fp8.loads["moe" if model is MOE else "dense"].values()
         held, narrow = sum(one(load.held) for load in block), sum(one(load.fp8) for load in block)
         assert narrow > 0.9 * held
-        assert of(same, 0)["gathered"] == pytest.approx(2 * 2 * held + 4 * held)
+        assert of(same, 0)["gathered"] == pytest.approx(2 * 2 * held)
         assert of(same, 0)["gathered"] - of(fp8, 0)["gathered"] == pytest.approx(2 * narrow)
         kept = [lowered(model, work, zero=3, shard=8, gather_dtype=d, reshard=False) for d in ("same", "fp8")]
         of_all = sum(
@@ -211,9 +211,9 @@ def test_experts_of_which_a_rank_has_the_only_copy_are_not_gathered():
     work = Workload(batch=16, seq=512)
     spread, sharded = (lowered(MOE.but(tied=False, vocab=64), work, zero=3, shard=8, ep=ep) for ep in (8, 4))
     largest = max(one(groups["dense"].held) for groups in spread.loads.values())
-    assert of(spread, 0)["gathered"] == pytest.approx((2 * 2 + 4) * largest)
+    assert of(spread, 0)["gathered"] == pytest.approx(2 * 2 * largest)
     layer = sum(one(load.held) for load in sharded.loads["moe"].values())
-    assert of(sharded, 0)["gathered"] == pytest.approx((2 * 2 + 4) * layer)
+    assert of(sharded, 0)["gathered"] == pytest.approx(2 * 2 * layer)
 
 
 def test_offloaded_activations_leave_the_device():
@@ -359,3 +359,14 @@ def test_gradients_that_are_allocated_lazily_meet_few_activations():
     offloaded = own(model, long, recompute="full", offload="activations", **lazy)
     assert head < offloaded["gradients"] < everything
     assert own(model, short, recompute="full", **lazy)["gradients"] == pytest.approx(everything)
+
+
+def test_fsdp_keeps_no_16_bit_shard_and_reduces_one_unit_at_a_time():
+    work = Workload(batch=16, seq=64)
+    typical, fsdp = (
+        lowered(GPT, work, stack=catalog.load("stacks", name), zero=3, shard=8) for name in ("default", "fsdp")
+    )
+    assert of(typical)["parameters"] > 0
+    assert of(fsdp)["parameters"] == 0
+    largest = max(one(size) for size in fsdp.unit_elements.values())
+    assert of(fsdp)["working"] >= 4 * largest

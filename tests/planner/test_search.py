@@ -117,7 +117,7 @@ def test_no_plan_beats_the_bounds_above_it(seed):
         "dgx-a100",
         "dgx-h100",
     ]
-    stacks = ["default", "megatron-lm", "megatron-core", "nanotron", "nemo-megatron", "default", "default", "default"]
+    stacks = ["default", "megatron-lm", "megatron-core", "fsdp", "torchtitan", "default", "default", "default"]
     # The last two have a few large layers among small ones, and layers of several kinds.
     few = MOE.but(hidden=1024, expert_ffn=4096, layers=8, dense_layers=6, top_k=4)
     model = (

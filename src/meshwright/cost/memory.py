@@ -10,7 +10,7 @@
     context      driver, libraries, communicators
     slack        memory that the allocator reserves and cannot use
 
-`fully_shard` has no second copy of what it shards: the fp32 shards of ZeRO-3 are the masters, and the parameters in 16 bits are gathered.
+PyTorch's FSDP has no second copy of what it shards (`fp32_shards`): the shards of ZeRO-3 are the masters, and the parameters in 16 bits are gathered.
 
 With everything in 16/32-bit mixed precision the states are 16 bytes per parameter (2+2+12) or 18 with fp32 gradients. A 7B model at P = 8:
 DDP 112 GB, ZeRO-1 38.5, ZeRO-2 26.25, ZeRO-3 14 (docs/figures.md lists published figures that do not add up).
@@ -36,10 +36,11 @@ def state_memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
     on_device = np.where(b.offload_states, 0.0, 1.0)
     master = np.where(b.master & (b.param_bytes < 4), 4.0, 0.0)
     shards: Array = b.param_bytes * np.ones(b.n)  # bytes of an element of a ZeRO-3 shard besides its master
+    if b.stack.fp32_shards:
+        shards = np.where(master > 0, 0.0, b.param_bytes)
     if (
         b.units
-    ):  # ZeRO-1 and 2 update shards and gather them into other memory; where units have a master, it is the shard
-        shards = np.where(master > 0, 0.0, b.param_bytes)
+    ):  # ZeRO-1 and 2 update shards and gather them into other memory; where they have a master, it is the shard
         master = np.where((b.zero >= 1) & (b.zero < 3), np.maximum(master, b.param_bytes), master)
     # If the matrix product does not accumulate into the gradient buffer, its 16-bit result needs a second buffer.
     unfused = (
@@ -135,6 +136,8 @@ def reduction_moments(program: StepProgram, rank: RankProgram) -> list[Moment]:
     unit = _largest(program, rank, {block: groups["dense"].held for block, groups in program.loads.items()}) * b.wrap
     freed = rank.kept / np.maximum(sum(rank.counts[kind] for kind in b.model.kinds), 1.0)
     layer, flow = layer_moment(program), 2 * b.tokens * b.model.hidden * program.element
+    if b.stack.flat_shards:  # their buffer is in `bucket_memory`
+        return []
     if not b.stack.gradient_views:
         return [layer._replace(working=layer.working + unit_gradients(program, rank))]
     moments = [
@@ -219,9 +222,12 @@ def _loss_bytes(program: StepProgram) -> Array:
 
 
 def bucket_memory(program: StepProgram, rank: RankProgram) -> Array:
-    """Two communication buckets, together no larger than all gradients. The buckets of a flat gradient buffer are parts of it."""
+    """Two communication buckets, together no larger than all gradients. The buckets of a flat gradient buffer are parts of it; ZeRO-3 of flat shards
+    reduces a unit at a time in a buffer."""
     b = program.batch
-    if b.stack.flat_shards or b.stack.gradient_views:
+    if b.stack.flat_shards:
+        return unit_gradients(program, rank)
+    if b.stack.gradient_views:
         return np.zeros(b.n)
     gradients = sum(rank.elements.values()) * b.comm_bytes
     return np.where(b.dp > 1, np.minimum(2 * np.minimum(b.bucket, 1e9), gradients), 0.0)
@@ -248,7 +254,7 @@ def _add_compression(program: StepProgram, rank: RankProgram, out: dict[str, Arr
 
 def gathered_memory(program: StepProgram, rank: RankProgram) -> Array:
     """ZeRO-3: the gathered weights of the running layer and the prefetched one (of all layers if forward does not free them). The unsharded
-    gradient of a unit is in `reduction_moments`."""
+    gradient of a unit is in `reduction_moments`, or in the buffer of flat shards."""
     b = program.batch
     if not present(b.zero == 3):
         return np.zeros(b.n)

@@ -157,6 +157,8 @@ class Stack(Described):
     """what the stack can keep in host memory; the planner searches only these"""
     compressions: tuple[str, ...] = ()
     """compressions of gradients that the stack can run; the planner offers only these"""
+    fp32_shards: bool = False
+    """ZeRO-3 shards are in fp32 and are the masters; parameters in 16 bits exist only while they are gathered"""
     flat_shards: bool = False
     """ZeRO-1 and 2 shard one flat buffer in buckets; otherwise each unit, with the rows of each tensor padded to the ranks"""
     zero_reduction: Literal["buckets", "whole"] = "buckets"

@@ -17,7 +17,9 @@ from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
 from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
 from meshwright.describe.result import USABLE_MEMORY, fit_words
+from meshwright.describe.stack import Stack
 from meshwright.describe.variants import ATTENTIONS
 from meshwright.describe.workload import FP8
 from meshwright.errors import MeshwrightError
@@ -126,8 +128,7 @@ def _expert_values(model: Model) -> int:
 #             gradient, two fp32 moments); frozen weights have no master copy
 # recompute   selective recompute of named modules, and activations that are offloaded by module or by layer (`kept_share`)
 # replicas    Megatron's hybrid FSDP can shard the optimizer states over the groups with copies of the parameters as well
-# shards      FSDP2 keeps one fp32 shard of the parameters and casts what it gathers: no 16-bit shard
-#             DeepSpeed's ZeRO-3 has 16-bit shards, and keeps up to `stage3_max_live_parameters` gathered: 10⁹ if it is not set
+# shards      DeepSpeed's ZeRO-3 has 16-bit shards, and keeps up to `stage3_max_live_parameters` gathered: 10⁹ if it is not set
 # loss        without a fused loss, a logit takes 12 bytes instead of 4: in 16 bits with its gradient, and both in fp32; 16 bytes where the
 #             vocabulary is split over tensor-parallel ranks by DTensor, whose backward holds four fp32 tensors of that size
 # 8 bits      Transformer Engine keeps the inputs of fp8 products in 8 bits, and of fp4 products in 4: about half of what a layer saves
@@ -145,15 +146,14 @@ SPLIT_LOSS_BYTES = 12.0  # the same, with DTensor's loss over a split vocabulary
 KEPT_SHARE = {**dict.fromkeys(FP8, 0.75), "fp4": 0.64}
 GIB = 2.0**30
 DEFAULT_RANK = 16
+REPLACED_STATES = ("adapters", "pure_half", "quantised", "eight_bit_states", "offload_parameters", "offload_states")
 LIVE_PARAMETERS = 1e9  # default of DeepSpeed's stage3_max_live_parameters
 
 
 def peak_memory(reading: SettingsReading, cluster: Cluster) -> tuple[float, float]:
     """GiB of the fullest rank, and the memory of its device."""
     cluster = cluster.with_gpus(reading.gpus)
-    plan, stack = reading.plan, reading.stack
-    if reading.facts.get("adapters"):
-        plan, stack = plan.but(master=False), stack.but(lazy_gradients=False)
+    plan, stack = _with_plain_states(reading)
     result = estimate(Config(reading.shape.model, cluster, plan, reading.workload, stack))
     share = kept_share(result.program, reading.shape.model, reading.facts)
     if reading.framework.splits_evenly:
@@ -162,6 +162,17 @@ def peak_memory(reading: SettingsReading, cluster: Cluster) -> tuple[float, floa
     stages = [peak + _pipeline_buffers(reading) for peak in stages]
     stages[-1] += _unfused_loss(reading) + _kept_logits(reading)
     return max(stages), result.prediction.memory_limit_gib
+
+
+def _with_plain_states(reading: SettingsReading) -> tuple[Plan, Stack]:
+    """The plan and the stack whose memory `_stage` corrects: 16-bit weights without a master where other states take the place of the usual
+    ones, and all states at the peak, because their sizes decide which moment of a step is the fullest."""
+    facts, plan, stack = reading.facts, reading.plan, reading.stack
+    if any(facts.get(name) for name in ("adapters", "pure_half", "quantised")):
+        plan = plan.but(master=False)
+    if any(facts.get(name) for name in REPLACED_STATES):
+        stack = stack.but(lazy_gradients=False)
+    return plan, stack
 
 
 def _unfused_loss(reading: SettingsReading) -> float:
@@ -217,9 +228,6 @@ def _stage(parts: dict[str, float], share: float, reading: SettingsReading) -> f
     if plan.zero == 3 and reading.stack.name == "deepspeed":
         live = min(facts.get("live_parameters") or LIVE_PARAMETERS, model.total / plan.tp)
         out["gathered"] = max(out["gathered"], 2 * live / GIB)
-    # Fp32 shards are cast when they are gathered.
-    if plan.zero == 3 and plan.master and reading.framework.name == "torchtitan":
-        out["parameters"] = 0.0
     if facts.get("outer_optimizer"):
         out["optimizer"] /= plan.replicate
     out["slack"] = max(0.0, out["slack"] - reading.stack.allocator_slack * freed)

@@ -123,7 +123,7 @@ def _share_of_unit(program: StepProgram, kind: str, load: Load) -> Array:
     stages, longest = batch.stages, batch.longest_stage()
     units = 1.0 if kind not in model.kinds else np.ceil(longest / batch.wrap) / longest
     layers = [(model.layer_count(block) / stages, block) for block in model.kinds]
-    ends = [(1.0 / stages, end) for end in ENDS]
+    ends = [(1.0 / stages, end) for end in ENDS if end in program.loads]
     stage = gradients.combined((count, program.loads[block]["dense"]) for count, block in (*layers, *ends)).held
     return np.where(batch.one_unit, load.held / stage, units)
 

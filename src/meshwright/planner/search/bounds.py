@@ -177,16 +177,16 @@ def least_memory(space: Space, rows: PlanArrays, share: np.ndarray | float = 1.0
         base.offload not in ("states", "both")
     )
     zero = zero_stage(space, rows)
+    shards = np.where(base.master & (param < 4), 0.0, param) if space.stack.fp32_shards else param
     each = rows.reduces_each if "reduce" in rows else zero >= 2
-    states = np.zeros(n)
+    states, gradients = np.zeros(n), np.zeros(n)
     for elements, ranks in sharded_elements(rows):
-        cut = (
-            param / np.where(zero >= 3, ranks, 1.0)
-            + grad / np.where((zero >= 2) & each, ranks, 1.0)
-            + moments / np.where(zero >= 1, ranks, 1.0)
-        )
+        cut = np.where(zero >= 3, shards / ranks, param) + moments / np.where(zero >= 1, ranks, 1.0)
         states += elements / rows.pp * cut
-    return states + (rows.saved / rows.pp + rows.recompute_bytes) * share + space.stack.context
+        gradients += elements / rows.pp * grad / np.where((zero >= 2) & each, ranks, 1.0)
+    activations = (rows.saved / rows.pp + rows.recompute_bytes) * share
+    lazy = space.stack.lazy_gradients & (space.microbatches(rows) == 1)  # activations shrink as gradients grow
+    return states + np.where(lazy, np.maximum(gradients, activations), gradients + activations) + space.stack.context
 
 
 def zero_stage(space: Space, rows: PlanArrays) -> np.ndarray:

@@ -31,7 +31,14 @@ def written(
 ) -> str:
     """One HTML file with the data of some views, by name. `bare`: views that belong to no plan, without inputs and verdict."""
     page: dict[str, Any] = {"view": first or next(iter(views)), "compare": None, "options": {}}
-    content = {"state": {**(plan_file or {}), "page": page}, "views": views, "catalog": None, "command": LIVE, "bare": bare, **more}
+    content = {
+        "state": {**(plan_file or {}), "page": page},
+        "views": views,
+        "catalog": None,
+        "command": LIVE,
+        "bare": bare,
+        **more,
+    }
     return offline_page(title, content)
 
 
