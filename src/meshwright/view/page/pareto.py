@@ -1,14 +1,12 @@
 """The Pareto scatter: step time against memory of many plans, and the front on which less memory costs the least time."""
 
-from typing import Any
-
 from meshwright.describe.result import GIB
 from meshwright.planner.search.strategies import Candidate, name_of
-from meshwright.units import format_seconds
+from meshwright.units import Json, format_seconds
 from meshwright.view.page.subject import Subject
 
 
-def data(subject: Subject) -> dict[str, Any]:
+def data(subject: Subject) -> Json:
     """The plans that the search looked at closely, the front, the winner, and this plan."""
     e = subject.estimate
     mine = {
@@ -19,25 +17,37 @@ def data(subject: Subject) -> dict[str, Any]:
         "fits": e.prediction.fits,
         "formula": f"this plan: {e.plan.title()}\n{format_seconds(e.prediction.step_time_s)}, {e.prediction.memory_gib:.1f} GiB",
     }
-    candidates, front, best = list[Candidate](), list[Candidate](), None
+    candidates, best = list[Candidate](), None
     if not subject.is_provisional and subject.shared.feasible:
         ranking = subject.result.ranking
-        front, best = ranking.front, ranking.best
-        candidates = [*ranking.leaders, *ranking.strategies.values(), *front]
+        best = ranking.best
+        candidates = [*ranking.leaders, *ranking.strategies.values(), *ranking.front]
     cells = subject.shared.first_cells if subject.is_provisional else subject.shared.cells
     candidates += [cell.best for cell in cells if cell.best is not None]
-    winner, leading, limit = best and best.plan, [one.plan for one in front], subject.cluster.accelerator.memory
-    unique = list({one.plan: one for one in sorted(candidates, key=lambda c: -c.time)}.values())
+    winner, limit = best and best.plan, subject.cluster.accelerator.memory
+    points = [point(one, one.plan == winner, limit) for one in {one.plan: one for one in candidates}.values()]
+    front = front_of([p for p in [*points, mine] if p["fits"]])
+    for one in points:
+        one["front"] = one in front
     return {
         "limit_bytes": limit,
-        "points": [point(one, one.plan == winner, one.plan in leading, limit) for one in unique],
-        "front": [{"step_time_s": one.time, "memory_bytes": one.memory} for one in front],
+        "points": sorted(points, key=lambda one: -one["step_time_s"]),
+        "front": [{"step_time_s": one["step_time_s"], "memory_bytes": one["memory_bytes"]} for one in front],
         "mine": mine,
-        "note": note(front, best),
+        "note": note(front) if best else "First plans of every tp and pp; the search for the front is running.",
     }
 
 
-def point(one: Candidate, best: bool, on_front: bool, limit: float) -> dict[str, Any]:
+def front_of(points: list[Json]) -> list[Json]:
+    """The points than which no other is faster with as much memory, the leanest first."""
+    front: list[Json] = []
+    for one in sorted(points, key=lambda p: (p["memory_bytes"], p["step_time_s"])):
+        if not front or one["step_time_s"] < front[-1]["step_time_s"]:
+            front.append(one)
+    return front
+
+
+def point(one: Candidate, best: bool, limit: float) -> Json:
     return {
         "step_time_s": one.time,
         "memory_bytes": one.memory,
@@ -45,17 +55,14 @@ def point(one: Candidate, best: bool, on_front: bool, limit: float) -> dict[str,
         "strategy": one.strategy,
         "plan": one.plan.as_dict(),
         "best": best,
-        "front": on_front,
         "fits": one.memory <= limit,
         "formula": f"{one.strategy}: {one.plan.title()}\n{format_seconds(one.time)}, {one.memory / GIB:.1f} of {limit / GIB:.0f} GiB",
     }
 
 
-def note(front: list[Candidate], best: Candidate | None) -> str:
-    if best is None:
-        return "First plans of every tp and pp; the search for the front is running."
-    lean = front[-1]
-    if lean is front[0]:
-        return f"The fastest plan ({format_seconds(front[0].time)}) is also the leanest of the front: {front[0].memory / GIB:.1f} GiB."
-    slower, less = lean.time / front[0].time - 1, 1 - lean.memory / front[0].memory
+def note(front: list[Json]) -> str:
+    lean, fast = front[0], front[-1]
+    if lean is fast:
+        return f"The fastest plan ({format_seconds(fast['step_time_s'])}) is also the leanest: {fast['memory_bytes'] / GIB:.1f} GiB."
+    slower, less = lean["step_time_s"] / fast["step_time_s"] - 1, 1 - lean["memory_bytes"] / fast["memory_bytes"]
     return f"The leanest plan of the front needs {less:.0%} less memory than the fastest and takes {slower:.0%} longer."

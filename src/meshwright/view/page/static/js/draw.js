@@ -259,15 +259,18 @@ export function heatmap(chart, cells, { x, y } = {}) {
   }
 }
 
-/** A legend: items [{ label, colour, pattern, shape: "line"|"box", dash, value }]. Returns the list element. */
+/** A legend: items [{ label, colour, pattern, shape: "line" or that of a point, dash, value }]. Returns the list element. */
 export function legend(items) {
   return h("ul", { class: "legend" }, items.map((item) => {
     const root = svg("svg", { width: 16, height: 12, "aria-hidden": "true" });
-    const mark = item.shape === "line" ? svg("line", { x1: 0, x2: 16, y1: 6, y2: 6, stroke: item.colour, "stroke-width": 2.5, "stroke-dasharray": item.dash ?? null }) : svg("rect", { width: 14, height: 12, rx: 2, fill: fillOf({ root }, item.colour, item.pattern) });
+    const mark = item.shape === "line" ? svg("line", { x1: 0, x2: 16, y1: 6, y2: 6, stroke: item.colour, "stroke-width": 2.5, "stroke-dasharray": item.dash ?? null }) : SHAPES[item.shape] ? svg("path", { d: SHAPES[item.shape](5), transform: "translate(8,6)", fill: item.shape === "cross" ? "none" : item.colour, stroke: item.colour }) : svg("rect", { width: 14, height: 12, rx: 2, fill: fillOf({ root }, item.colour, item.pattern) });
     root.append(mark);
     return h("li", null, root, h("span", null, item.label), item.value !== undefined ? h("b", null, item.value) : null);
   }));
 }
+
+/** The scale of a heat map, from its lowest to its highest value. */
+export const ramp = (low, high) => h("p", { class: "ramp" }, h("span", null, low), h("i", { "aria-hidden": "true" }), h("span", null, high));
 
 /** A canvas of `height` CSS pixels as wide as the element, sharp at any device-pixel ratio. paint(context, width, height).
  *  Returns { node, repaint }. Give it an accessible name with `label`. */

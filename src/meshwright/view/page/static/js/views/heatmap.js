@@ -1,18 +1,18 @@
 // The tp × pp heat map: the fastest plan of every pair of degrees; pairs without a plan are labelled with the reason.
 
-import { axis, band, figure, format, h, heatmap, panel, table } from "meshwright/draw.js";
+import { axis, band, figure, format, h, heatmap, panel, ramp, table } from "meshwright/draw.js";
 
 export const view = {
   name: "heatmap",
   title: "Tensor × pipeline parallelism",
   short: "tp × pp map",
   workspace: "plan",
-  sentence: "Darker is faster: throughput of the fastest plan with these degrees; all other fields are searched. Grey pairs have no plan, for the reason in the cell. Choose a cell to use its plan.",
+  sentence: "Throughput of the fastest plan with these degrees; all other fields are searched. Grey pairs have no plan, for the reason in the cell. Choose a cell to use its plan.",
   draw(element, data, context) {
     const box = panel("Fastest plan of each pair", context.refreshing ? `${data.note} First plans; the search goes on.` : data.note);
     element.append(box);
     chart(box, data, context);
-    if (data.reasons.length) box.append(h("p", { class: "sentence" }, `Grey: ${data.reasons.map((r) => ({ memory: "memory – the leanest plan needs more than a GPU has", GPUs: "GPUs – tp × pp does not divide the GPUs", heads: "heads – tp does not divide the attention heads", layers: "layers – more stages than layers", batch: "batch – the batch cannot be divided" }[r] ?? r)).join("; ")}.`));
+    if (data.reasons.length) box.append(h("p", { class: "sentence" }, `No plan: ${data.reasons.map((r) => ({ memory: "memory – the leanest plan needs more than a GPU has", GPUs: "GPUs – tp × pp does not divide the GPUs", heads: "heads – tp does not divide the attention heads", layers: "layers – more stages than layers", batch: "batch – the batch cannot be divided" }[r] ?? r)).join("; ")}.`));
     const best = data.cells.filter((c) => c.fits).sort((a, b) => a.step_time_s - b.step_time_s).slice(0, 8);
     if (best.length) box.append(table([
       { title: "tp", key: "tp", align: "right" }, { title: "pp", key: "pp", align: "right" },
@@ -32,6 +32,7 @@ function chart(element, data, context) {
   axis(c, x, "bottom", { label: "tensor-parallel degree (tp)" });
   axis(c, y, "left", { label: "pipeline stages (pp)" });
   const rates = data.cells.filter((cell) => cell.fits).map((cell) => cell.tokens_per_s), low = Math.min(...rates), high = Math.max(...rates);
+  element.append(ramp(`${format.count(low)} ${data.unit}/s`, `${format.count(high)} ${data.unit}/s, the fastest`));
   heatmap(c, data.cells.map((cell) => ({
     x: String(cell.tp), y: String(cell.pp), share: cell.fits ? (high > low ? (cell.tokens_per_s - low) / (high - low) : 1) : null,
     text: side > 36 ? format.count(cell.tokens_per_s, side > 46 ? 3 : 2) : "", reason: side > 34 ? cell.label : "", formula: cell.formula || cell.reason,

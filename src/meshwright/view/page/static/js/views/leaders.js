@@ -11,7 +11,7 @@ export const view = {
   draw(element, data, context) {
     const best = data.leaders[0], use = (row) => context.update({ plan: row.plan });
     element.append(h("div", { class: "stats" },
-      stat("Fastest step", format.seconds(best.step_time_s), { detail: `MFU ${format.percent(best.mfu)}`, tone: "good" }),
+      stat("Step of the best plan", format.seconds(best.step_time_s), { detail: `MFU ${format.percent(best.mfu)}`, tone: "good" }),
       stat("Legal plans", format.whole(data.searched), { detail: data.provisional ? "common plans first; the complete search runs" : `${format.whole(data.costed)} costed in ${format.seconds(data.seconds)}` }),
       mine(data)));
     const list = panel("Leaders", `Chosen: ${data.chosen_from}.${data.choice ? ` ${data.choice}` : ""}`, table([

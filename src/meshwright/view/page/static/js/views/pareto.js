@@ -2,7 +2,7 @@
 
 import { axis, figure, format, label, legend, line, linear, panel, scatter, svg, table } from "meshwright/draw.js";
 
-const GIB = 2 ** 30, COLOURS = ["compute", "tp", "optimizer", "ep", "cp", "pp", "dp"], SHAPES = ["circle", "square", "triangle", "diamond"];
+const GIB = 2 ** 30, SHAPES = ["circle", "square", "triangle", "diamond"];
 
 export const view = {
   name: "pareto",
@@ -13,9 +13,9 @@ export const view = {
   draw(element, data, context) {
     const box = panel("Plans", data.note);
     element.append(box);
-    const names = [...new Set(data.points.map((p) => p.strategy))], style = Object.fromEntries(names.map((n, i) => [n, { colour: COLOURS[i % 7], shape: SHAPES[Math.floor(i / 7) % 4] }]));
+    const names = [...new Set(data.points.map((p) => p.strategy))], style = Object.fromEntries(names.map((n, i) => [n, { colour: `series-${(i % 8) + 1}`, shape: SHAPES[Math.floor(i / 8) % 4] }]));
     chart(box, data, context, style);
-    box.append(legend([...names.map((n) => ({ label: n, colour: style[n].colour })), { label: "this plan", colour: "focus" }, ...(context.compare ? [{ label: "plan 2", colour: "second" }] : [])]));
+    box.append(legend([...names.map((n) => ({ label: n, ...style[n] })), { label: "this plan", colour: "focus" }, ...(context.compare ? [{ label: "plan 2", colour: "second" }] : [])]));
     const front = data.points.filter((p) => p.front).sort((a, b) => a.step_time_s - b.step_time_s);
     if (front.length) box.append(table([
       { title: "step", key: "step_time_s", text: (v) => format.seconds(v), align: "right" },
@@ -28,8 +28,8 @@ export const view = {
 function chart(element, data, context, style) {
   const all = [...data.points, data.mine, ...(context.compare ? [context.compare.mine] : [])];
   const quick = Math.min(...all.map((p) => p.step_time_s)), slow = Math.min(Math.max(...all.map((p) => p.step_time_s)), Math.max(2.2 * quick, Math.min(4 * quick, data.mine.step_time_s * 1.05)));
-  const shown = data.points.filter((p) => p.step_time_s <= slow && p.memory_bytes < 1.4 * data.limit_bytes);
-  const c = figure(element, { height: 360, left: 62, right: 20, bottom: 42, label: `${data.points.length} plans; ${data.note}` });
+  const shown = data.points.filter((p) => p.memory_bytes < 1.4 * data.limit_bytes), above = shown.filter((p) => p.step_time_s > slow).length;
+  const c = figure(element, { height: 370, left: 62, right: 20, top: 22, bottom: 42, label: `${data.points.length} plans; ${data.note}` });
   c.root.setAttribute("role", "group"); // its points are buttons
   const x = linear([0, Math.max(data.limit_bytes * 1.08, ...shown.map((p) => p.memory_bytes), Math.min(data.mine.memory_bytes * 1.03, 1.6 * data.limit_bytes)) / GIB], [0, c.width]), unit = slow >= 1 ? ["s", 1] : ["ms", 1e3];
   const y = linear([quick * 0.94, slow * 1.03], [c.height, 0]);
@@ -38,9 +38,10 @@ function chart(element, data, context, style) {
   const limit = x(data.limit_bytes / GIB);
   c.plot.append(svg("line", { x1: limit, x2: limit, y1: 0, y2: c.height, stroke: "bad", "stroke-width": 2, "stroke-dasharray": "5 4" }));
   label(c, `GPU memory ${format.gib(data.limit_bytes / GIB)}`, limit - 5, 8, { anchor: "end", size: 11, colour: "bad", halo: true });
+  if (above) label(c, `${above} slower ${above === 1 ? "plan" : "plans"} at the upper edge`, 4, -4, { size: 11, colour: "quiet" });
   const front = [...data.front].sort((a, b) => a.memory_bytes - b.memory_bytes);
   if (front.length) line(c, [...front.map((p) => ({ x: p.memory_bytes / GIB, y: p.step_time_s })), { x: data.limit_bytes / GIB, y: front[front.length - 1].step_time_s }], { x, y, steps: true, colour: "quiet", dash: "3 3", width: 1.6 });
-  scatter(c, shown.map((p) => ({ x: p.memory_bytes / GIB, y: p.step_time_s, ...style[p.strategy], radius: p.best ? 8 : 5.5, formula: `${p.formula}${p.best ? "\nthe planner’s choice" : ""}`, onclick: context.live ? () => context.set("plan", p.plan) : null })), { x, y }).forEach((node, i) => node.setAttribute("aria-label", `Use ${shown[i].title}`));
+  scatter(c, shown.map((p) => ({ x: p.memory_bytes / GIB, y: Math.min(p.step_time_s, y.domain[1]), ...style[p.strategy], radius: p.best ? 8 : 5.5, formula: `${p.formula}${p.best ? "\nthe planner’s choice" : ""}`, onclick: context.live ? () => context.set("plan", p.plan) : null })), { x, y }).forEach((node, i) => node.setAttribute("aria-label", `Use ${shown[i].title}`));
   const mark = (one, colour, text) => one.step_time_s <= slow * 1.02 && one.memory_bytes / GIB <= x.domain[1] && scatter(c, [{ x: one.memory_bytes / GIB, y: one.step_time_s, colour, shape: "diamond", radius: 7, formula: one.formula, label: text }], { x, y });
   mark(data.mine, "focus", "this plan");
   if (context.compare) mark(context.compare.mine, "second", "plan 2");

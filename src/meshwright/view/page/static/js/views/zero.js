@@ -43,9 +43,9 @@ function stages(element, data, compare) {
   element.append(legend([{ label: "weights 2N", colour: "parameters" }, { label: "gradients 2N", colour: "gradients" }, { label: "masters and moments 12N", colour: "states" }]), h("p", { class: "sentence" }, `Sent per step and GPU: ${data.stages.map((s) => `${s.name} ${s.sent}`).join(", ")} elements.`));
 }
 
-function limit(c, x, data) {
+function limit(c, x, data, text = format.bytes(data.limit_bytes)) {
   c.plot.append(svg("line", { x1: x, x2: x, y1: -3, y2: c.height, stroke: "bad", "stroke-width": 2, "stroke-dasharray": "5 4" }));
-  label(c, `${data.accelerator} ${format.bytes(data.limit_bytes)}`, Math.max(x, 90) - 4, -1, { anchor: "end", size: 10.5, colour: "bad", halo: true });
+  label(c, `${data.accelerator} ${text}`, Math.max(x, 110) - 4, -4, { anchor: "end", size: 10.5, colour: "bad", halo: true });
 }
 
 function wall(element, data) {
@@ -75,5 +75,5 @@ function whole(element, data, compare) {
   axis(c, x, "bottom", { label: "GiB on the fullest GPU", ticks: 4 });
   axis(c, y, "left");
   bars(c, list.map((p) => ({ label: p.label, value: gib(p.bytes), colour: p.fits ? "compute" : "bad", pattern: p.now ? null : "hatch", formula: `${p.label}: ${format.gib(gib(p.bytes))}, step ${format.seconds(p.step_time_s)}`, text: `${format.gib(gib(p.bytes))} · ${format.seconds(p.step_time_s)}${p.now ? ` · ${p.which}` : ""}` })), { x, y });
-  limit(c, x(gib(data.limit_bytes)), data);
+  limit(c, x(gib(data.limit_bytes)), data, format.gib(gib(data.limit_bytes)));
 }
