@@ -7,7 +7,7 @@ import jsonschema_rs
 import pytest
 from chrome import HandMade
 
-from meshwright.cli import main
+from meshwright.cli import main, run_command
 from meshwright.errors import MeshwrightError
 from meshwright.explain.attribution import (
     BETWEEN,
@@ -239,3 +239,53 @@ def test_the_settings_of_a_framework_are_a_plan(tmp_path):
     )
     assert beside.config.plan.world == 64
     assert beside.largest
+
+
+def test_kernels_of_old_versions_take_kind_and_bytes_from_the_annotation_of_their_launch(tmp_path):
+    """Before torch 2.2 a kernel has no record; the kernel of an all-to-all is called SendRecv."""
+    for rank in (0, 1):
+        t = HandMade(rank, 2)
+        t.span("ProfilerStep#1", 0, 1000)
+        for start, name in ((100, "all_to_all"), (300, "all_reduce")):
+            t.span(f"nccl:{name}", start - 8, start - 2, **{"Input Dims": [[500, 4]], "Input type": ["float"]})
+            t.kernel("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t", start, start + 100, launched=start - 5, stream=20)
+        t.kernel("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t", 600, 700, launched=595, stream=20)
+        t.write(tmp_path)
+    c = explain_traces(read_traces([tmp_path])).run.ranks[0].collectives
+    assert c.kind == ("all_to_all", "all_reduce", "send")
+    assert c.bytes.tolist() == [8000, 8000, 0]
+
+
+def test_what_a_trace_lacks_is_said(tmp_path):
+    t = HandMade(0, 1)
+    t.kernel("gemm", 0, 100, launched=0)
+    t.span("cudaLaunchKernel", 150, 152, "cuda_runtime", correlation=99)
+    t.write(tmp_path)
+    doubts = RecognisedTrace(read_traces([tmp_path])[0]).doubts
+    assert "1 of 2 launched kernels are not in the trace" in doubts[0]
+    assert "no backward pass" in doubts[1]
+    real = RecognisedTrace(read_traces([Path(__file__).parent / "traces" / "gpu-item-rank-0.json.gz"])[0])
+    assert real.doubts == []
+
+
+def test_kernels_that_were_launched_and_do_not_start_are_the_named_rest(tmp_path):
+    t = HandMade(0, 1)
+    t.span("ProfilerStep#1", 0, 1000)
+    t.kernel("gemm", 0, 100, launched=0)
+    t.kernel("gemm", 700, 1000, launched=50)
+    t.write(tmp_path)
+    e = explain_traces(read_traces([tmp_path]))
+    assert in_us(e.steps[0][0])["other", "launched kernels that do not start"] == 600
+    assert e.attributed == pytest.approx(0.4)
+
+
+def test_many_ranks_keep_the_names_of_the_parts(tmp_path, capsys):
+    for rank in range(8):
+        t = HandMade(rank, 8)
+        t.span("ProfilerStep#1", 0, 1000)
+        t.kernel("gemm", 0, 900, launched=0)
+        t.write(tmp_path)
+    run_command("explain", [str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("compute: products" in line for line in lines) == 2  # the ranks do not fit beside each other
+    assert any("rank 7" in line for line in lines)

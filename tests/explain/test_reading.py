@@ -184,3 +184,48 @@ def test_random_bytes_never_raise_anything_else(tmp_path):
         (tmp_path / "broken.json").write_bytes(broken)
         with suppress(MeshwrightError):
             read_trace(tmp_path / "broken.json")
+
+
+def test_a_group_without_a_description_is_read_although_torch_leaves_its_value_out(tmp_path, monkeypatch):
+    """`"Process Group Description": ,` is no JSON (Kineto pull request 1119)."""
+    trace = HandMade()
+    for i in range(20):
+        name = {"Process Group Description": "" if i % 2 else f"mesh {i}", "Process Group Name": "0"}
+        trace.span(f"nccl:{i}", i, i + 1, **name, **{"Process Group Description ": "last"})
+    file = trace.write(tmp_path)
+    text = file.read_text().replace('"Process Group Description": "",', '"Process Group Description": ,')
+    assert text.count('Description": ,') == 10
+    file.write_text(text)
+    for chunk in (1 << 22, 300, 7):
+        monkeypatch.setattr(json_stream, "CHUNK", chunk)
+        found = read_trace(file)
+        assert len(found.events) == 20
+        assert found.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        (["Qwen1.5-Chat__1016005.json"], [0]),  # not a rank
+        (["worker7_step_12.1694128201553.pt.trace.json", "worker0_step_12.16941.pt.trace.json"], [0, 7]),
+        (["rank1_trace.json", "b.json", "a.json"], [0, 1, 2]),
+    ],
+)
+def test_a_rank_that_the_file_does_not_say_is_in_its_name_or_the_next_free_one(tmp_path, names, ranks):
+    for name in names:
+        path = small(tmp_path, name)
+        content = json.loads(path.read_text())
+        del content["distributedInfo"]
+        path.write_text(json.dumps(content))
+    traces = read_traces([tmp_path])
+    assert [t.rank for t in traces] == ranks
+    assert max(t.world for t in traces) == max(ranks) + 1
+
+
+def test_files_that_are_not_used_are_named(tmp_path):
+    small(tmp_path)
+    small(tmp_path, "rank-0-later.json")
+    (tmp_path / "rank-1.json").write_text("{}")
+    notes = " ".join(read_traces([tmp_path])[0].notes)
+    assert "another file of rank 0" in notes
+    assert "rank-1.json' is not a profiler trace" in notes

@@ -6,7 +6,7 @@
     communication  a collective or message runs and nothing is computed, by axis: exposed
     data           the loader has no batch ready
     host           the device is idle because the host launches too late, or waited for the device before; on a CPU what runs between operators
-    other          none of these
+    other          none of these: on a device kernels were launched and do not start, because of something that the trace does not show
 
 `hidden` has the communication behind compute. A step of a CPU has no kernels: operators by their own time stand for them, and data comes first.
 """
@@ -104,7 +104,8 @@ def attribute_step(
     idle = complement(taken, step.start, step.end)
     for part, times in (device_idle(rank, idle) if on_device else host_idle(rank, idle)).items():
         take(part, times)
-    take((UNATTRIBUTED, "unknown"), complement(taken, step.start, step.end))
+    rest = "launched kernels that do not start" if on_device else "unknown"
+    take((UNATTRIBUTED, rest), complement(taken, step.start, step.end))
     hidden = dict[str, int]()
     computing = union(*(clip(times, step.start, step.end) for times in compute.values()))
     for (kind, axis), times in communication.items():

@@ -1,7 +1,8 @@
 """The collectives of a rank: their kind, group, bytes, and when they ran.
 
 NCCL   a kernel runs from when this rank arrived until the collective is complete. torch records name, sizes and ranks with it
-       (`record_param_comms`), in the kernel's own arguments or in those of the operator that launched it
+       (`record_param_comms`), in the kernel's own arguments or in those of the operator that launched it. Older versions only annotate
+       the launch ("nccl:all_to_all"), with dims; the kernel of an all-to-all is called SendRecv
 gloo   an annotation "gloo:all_reduce" on a thread of the library, with dims but without a group. A reduce-scatter is carried out as an all-reduce:
        the kind is that of the call `c10d::_reduce_scatter_base_`, the n-th call for the n-th annotation
 """
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from meshwright.explain.kernels import group_of
 from meshwright.explain.recognise import RecognisedTrace
-from meshwright.explain.trace import KERNEL, OPERATOR, Detail, ListedGroup, TracedCollectives
+from meshwright.explain.trace import KERNEL, NO_DETAIL, OPERATOR, Detail, ListedGroup, TracedCollectives
 
 KINDS = (  # part of a name → kind; the first match decides
     ("reduce_scatter", "reduce_scatter"), ("reducescatter", "reduce_scatter"), ("allreduce", "all_reduce"), ("all_reduce", "all_reduce"),
@@ -72,6 +73,9 @@ def of_nccl(found: RecognisedTrace) -> TracedCollectives:
         recorded = recorded_calls(found)
         for i in missing:
             details[i] = recorded.get(int(e.external[found.launches[chosen[i]]]), details[i])
+        unnamed = np.array([i for i in missing if not details[i].collective], np.int64)
+        for i, detail in zip(unnamed.tolist(), annotated_calls(found, found.launches[chosen[unnamed]]), strict=True):
+            details[i] = detail
     names = [d.collective or e.names[n] for d, n in zip(details, e.name[found.device[chosen]].tolist(), strict=True)]
     return table(found, found.device[chosen], [kind_of_collective(name) for name in names], details)
 
@@ -81,6 +85,20 @@ def recorded_calls(found: RecognisedTrace) -> dict[int, Detail]:
     e = found.events
     at = np.flatnonzero(found.names_with("record_param_comms"))
     return {int(e.external[i]): e.details[e.detail[i]] for i in at.tolist()}
+
+
+def annotated_calls(found: RecognisedTrace, launches: NDArray[np.int64]) -> list[Detail]:
+    """What the annotation "nccl:…" around each launch says; nothing for a launch without one."""
+    e, out = found.events, [NO_DETAIL] * len(launches)
+    spans = np.flatnonzero(found.names_with("nccl:") & found.on_host)
+    for thread in np.unique(e.thread[spans]).tolist():
+        mine = spans[e.thread[spans] == thread]
+        at = np.searchsorted(e.start[mine], e.start[launches], side="right") - 1
+        around = (launches >= 0) & (e.thread[launches] == thread) & (at >= 0) & (e.end[mine[at]] >= e.end[launches])
+        for i in np.flatnonzero(around).tolist():
+            span = mine[at[i]]
+            out[i] = e.details[e.detail[span]]._replace(collective=e.names[e.name[span]].removeprefix("nccl:"))
+    return out
 
 
 def of_gloo(found: RecognisedTrace) -> TracedCollectives:

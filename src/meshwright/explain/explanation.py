@@ -16,6 +16,7 @@ from meshwright.explain.trace import RankTrace
 from meshwright.units import Json
 
 VERSION = 1
+MOST_NOTES = 24  # on single ranks
 MOST_SHAPES = 12  # of products, in JSON and on pages
 
 
@@ -51,7 +52,10 @@ class TraceExplanation:
     def notes(self) -> list[str]:
         """What was not read or is assumed."""
         ranks = self.run.ranks
-        out = [f"rank {r.rank}: {note}" for r in ranks for note in r.found.trace.notes] + list(self.run.notes)
+        by_rank = [(r.rank, note) for r in ranks for note in (*r.found.trace.notes, *r.found.doubts)]
+        out = [f"rank {rank}: {note}" for rank, note in by_rank[:MOST_NOTES]] + list(self.run.notes)
+        if len(by_rank) > MOST_NOTES:
+            out.append(f"{len(by_rank) - MOST_NOTES} further notes on single ranks")
         if missing := self.run.world - len(ranks):
             out.append(
                 f"{len(ranks)} of {self.run.world} ranks were traced: the waiting of the others is not known, nor is that for {missing} of them"

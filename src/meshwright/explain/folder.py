@@ -1,6 +1,8 @@
 """Which files belong to a traced run: some files, a folder with a file per rank, or a run folder of ours."""
 
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from meshwright.describe.run_folder import PLAN, PROFILE, RUN
@@ -10,28 +12,40 @@ from meshwright.explain.trace import RankTrace
 
 ENDINGS = (".json", ".json.gz")
 MOST_FILES = 4096
+MOST_NOTES = 8  # on files that were not used
 
 
 def read_traces(paths: Iterable[Path]) -> list[RankTrace]:
-    """The traces of all ranks, in the order of ranks; of a rank with several files the first."""
+    """The traces of all ranks, in the order of ranks; of a rank with several files the first. What is left out is a note of the first trace."""
     traces: dict[int, RankTrace] = {}
-    left, refused = MOST_EVENTS, list[MeshwrightError]()
+    left, refused, unnumbered, notes = MOST_EVENTS, list[MeshwrightError](), list[RankTrace](), list[str]()
     files = trace_files(paths)
-    for file in files:
+    for number, file in enumerate(files):
         if left <= 0:
+            notes.append(f"{len(files) - number} further files were not read: there are {MOST_EVENTS:,} events before")
             break
         try:
             trace = read_trace(file, left)
         except MeshwrightError as error:
-            if len(files) == 1:
-                raise
             refused.append(error)
             continue
         left -= len(trace.events)
-        traces.setdefault(trace.rank, trace)
-    if not traces:
+        if trace.rank < 0:
+            unnumbered.append(trace)
+        elif trace.rank in traces:
+            notes.append(f"{trace.file} was not used: it is another file of rank {trace.rank}")
+        else:
+            traces[trace.rank] = trace
+    if not traces and not unnumbered:
         raise refused[0]
-    return [traces[rank] for rank in sorted(traces)]
+    free = (rank for rank in count() if rank not in traces)
+    for rank, trace in zip(free, unnumbered, strict=False):
+        note = f"the trace does not say its rank: taken as {rank}, in the order of the files"
+        traces[rank] = replace(trace, rank=rank, world=rank + 1, notes=(*trace.notes, note))
+    notes += [f"{error.what}: {error.why}" for error in refused]
+    ranks = sorted(traces)
+    first = traces[ranks[0]]
+    return [replace(first, notes=(*first.notes, *notes[:MOST_NOTES])), *(traces[rank] for rank in ranks[1:])]
 
 
 def plan_of_run(paths: Iterable[Path]) -> str:

@@ -24,6 +24,9 @@ GOES_ON = "eE.+-"  # after a number: the buffer ends inside it
 GZIP = b"\x1f\x8b"
 GZIP_FORMAT = zlib.MAX_WBITS | 16
 PACKED = 1 << 16  # bytes of a piece of a compressed file
+EMPTY_VALUE = re.compile(
+    r'("Process Group Description"\s*:\s*)(?=[,}])'
+)  # torch writes no value where a group has no description
 
 
 class EndOfText(Exception):
@@ -107,6 +110,8 @@ class JsonStream:
             if 0 <= end < len(self.text) and self.text[end] not in GOES_ON:
                 self.at = end
                 return value
+            if end < 0 and self._repaired():
+                continue
             if len(self.text) - self.at > LARGEST:
                 raise EndOfText(f"not JSON from character {self.read - len(self.text) + self.at:,} on")
             if not self.more():
@@ -114,6 +119,13 @@ class JsonStream:
                     self.at = end
                     return value
                 raise EndOfText("the file ends early")
+
+    def _repaired(self) -> bool:
+        """Whether the rest of the buffer had empty values, which now are empty texts."""
+        text, count = EMPTY_VALUE.subn(r'\1""', self.text[self.at :])
+        if count:
+            self.text, self.at = text, 0
+        return count > 0
 
     def elements(self) -> Iterator[Any]:
         """The elements of the list that begins here, parsed as they are asked for."""

@@ -4,10 +4,10 @@ The file is streamed, plain or compressed, and only columns are kept, about 70 b
 `RankTrace.notes` says so.
 """
 
+import re
 from array import array
 from math import isfinite
 from pathlib import Path
-from re import search
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -34,6 +34,7 @@ MOST_TEXTS = 400_000  # distinct names, or distinct details
 LONGEST_TEXT = 400
 TYPES = {"start": "d", "duration": "d", "category": "b"} | dict.fromkeys(("name", "thread", "detail"), "i")
 NONE = -1
+NUMBERED = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,6})(?!\d)", re.IGNORECASE)  # in a file name
 
 
 class Interned:
@@ -230,9 +231,8 @@ def _trace(path: Path, columns: EventColumns, about: Json, notes: list[str]) -> 
     own = own if isinstance(own, dict) else {}
     rank = _whole(distributed.get("rank", own.get("rank")))
     if rank < 0:
-        rank = rank_in_name(path.name)
-        if "rank" not in path.name:
-            notes.append(f"the trace does not say its rank: taken as {rank}, from the name of the file")
+        match = NUMBERED.search(path.name)
+        rank = int(match[1]) if match else NONE
     base = about.get("baseTimeNanoseconds", 0)
     clock = float(base) if _is_time(base) or isinstance(base, int) else 0.0
     if "origin_s" in own and _is_time(own["origin_s"]):
@@ -262,9 +262,3 @@ def process_groups(distributed: Json) -> dict[str, ListedGroup]:
             ranks = tuple(r for r in group["ranks"] if type(r) is int)
             out[str(group.get("pg_name"))[:100]] = ListedGroup(str(group.get("pg_desc", ""))[:100], ranks)
     return out
-
-
-def rank_in_name(name: str) -> int:
-    """The number after "rank" in a file name, else its last number but that of a format; 0 without one."""
-    match = search(r"rank[-_ ]?(\d{1,7})", name) or search(r"(\d{1,7})\D*$", name.partition(".")[0])
-    return int(match[1]) if match else 0

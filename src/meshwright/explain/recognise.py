@@ -35,6 +35,7 @@ DATA = (
     "data loading",
     "get_batch",
 )
+MANY_LOST = 0.01  # share of launches without a kernel that is worth a note: the last ones may run after the recording
 LAYER = re.compile(r"FSDP::pre_forward \((.*)\)|nn\.Module: (\w+_\d+)")
 
 
@@ -99,6 +100,16 @@ class RecognisedTrace:
         return np.where((keys[at] == wanted) & (wanted >= 0), calls[at], -1)
 
     @cached_property
+    def lost_kernels(self) -> tuple[int, int]:
+        """How many launches have no kernel in the trace, and all launches."""
+        e = self.events
+        is_launch = (
+            np.array(["LaunchKernel" in name for name in e.names], bool)[e.name] if len(e) else np.zeros(0, bool)
+        )
+        calls = np.flatnonzero(is_launch & (e.category == RUNTIME) & (e.correlation >= 0))
+        return int((~np.isin(e.correlation[calls], e.correlation[self.device])).sum()), len(calls)
+
+    @cached_property
     def launched_at(self) -> NDArray[np.int64]:
         """When each event of `device` was launched. Kernels before the first launch of the trace were launched before it; of others without a launch
         in the trace, their start."""
@@ -110,6 +121,20 @@ class RecognisedTrace:
     @cached_property
     def host_steps(self) -> tuple[NamedSpan, ...]:
         return self.trace.steps or marked_steps(self) or steps_of_updates(self) or periods(self)
+
+    @property
+    def doubts(self) -> list[str]:
+        """What the trace lacks, so that its recognition may be wrong."""
+        out, (lost, launches) = list[str](), self.lost_kernels
+        if len(self.device) and lost > MANY_LOST * launches:
+            out.append(f"{lost:,} of {launches:,} launched kernels are not in the trace: it is incomplete")
+        if not len(self.backward):
+            out.append(
+                "no backward pass in the trace: it is not one of training, or it lacks the operators of the host"
+            )
+        elif not marked_steps(self) and not steps_of_updates(self):
+            out.append("nothing marks the steps: profiler.step() after each one does")
+        return out
 
     @cached_property
     def steps(self) -> tuple[NamedSpan, ...]:

@@ -31,6 +31,8 @@ INNER = ("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "flash_
 def config_of_trace(run: TracedRun, cluster: str = "") -> Config:
     """The configuration that the traces of a run show; raises where they lack shapes."""
     rank = run.ranks[0]
+    if not len(rank.found.backward):
+        raise not_recognised("it has no backward pass")
     degrees = axis_degrees(run)
     tp = degrees.get("tp", 1)
     model, microbatch, seq = model_of(rank, tp)

@@ -93,8 +93,8 @@ class RankTrace:
     """What one rank did: its events, the process groups that the profiler listed, and what is missing."""
 
     file: str
-    rank: int
-    world: int
+    rank: int  # −1: neither the file nor its name says it
+    world: int  # at least as many ranks were there
     events: EventTable
     origin_ns: int = 0  # time of the host's clock at 0
     host: str = ""  # ranks of one host share a clock

@@ -10,7 +10,7 @@ from meshwright.explain.attribution import COMPUTE, KINDS, Part
 from meshwright.explain.beside import PartDifference, TraceBesidePlan
 from meshwright.explain.explanation import TraceExplanation
 from meshwright.units import Json, format_seconds
-from meshwright.view.tables import filled
+from meshwright.view.tables import FittedTable, filled
 
 MOST_RANKS = 8
 MOST_PRODUCTS = 6
@@ -78,7 +78,8 @@ def parts(e: TraceExplanation) -> RenderableType:
     for axis in hidden:
         mean = [sum(s.hidden.get(axis, 0) for s in e.steps[rank]) / 1e9 / len(e.steps[rank]) for rank in ranks]
         rows.append((Text(f"hidden: {axis}", "dim"), *(Text(format_seconds(s), "dim") for s in mean)))
-    return filled(("part of the mean step", *(f">rank {rank}" for rank in ranks)), rows, title="Where the step went")
+    columns = ("!part of the mean step", *(f">rank {rank}" for rank in ranks))
+    return Group(Text("Where the step went", "bold"), FittedTable(columns, rows))
 
 
 def chosen_ranks(e: TraceExplanation) -> list[int]:
