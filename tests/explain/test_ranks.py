@@ -22,6 +22,7 @@ from meshwright.explain.attribution import (
     WAITING,
 )
 from meshwright.explain.beside import beside_plan
+from meshwright.explain.collectives import annotation_of, axis_of
 from meshwright.explain.explanation import explain_traces
 from meshwright.explain.folder import plan_of_run, read_traces
 from meshwright.explain.recognise import RecognisedTrace
@@ -289,3 +290,37 @@ def test_many_ranks_keep_the_names_of_the_parts(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert sum("compute: products" in line for line in lines) == 2  # the ranks do not fit beside each other
     assert any("rank 7" in line for line in lines)
+
+
+def test_the_annotations_of_our_trainer_tell_the_groups_of_gloo_apart(tmp_path):
+    groups = [("0", "default_pg", [0, 1, 2, 3]), ("1", "mesh_tp", [0, 1]), ("2", "mesh_dp", [0, 2])]
+    t = HandMade(0, 4, groups=groups)
+    t.span("ProfilerStep#1", 0, 1000)
+    for start, axis, ranks, kind, call in (
+        (100, "tp", (0, 1), "all_reduce", "c10d::allreduce_"),
+        (300, "dp", (0, 2), "reduce_scatter", "c10d::_reduce_scatter_base_"),
+        (500, "pp", (0, 1), "send", "c10d::send"),
+    ):
+        t.span(annotation_of(kind, axis, ranks), start, start + 9)
+        t.span(call, start + 1, start + 8, "cpu_op")
+        library = {"Input Dims": [[10]], "Input type": ["float"]}
+        t.span("gloo:send" if kind == "send" else "gloo:all_reduce", start + 20, start + 90, thread=2, **library)
+    t.write(tmp_path)
+    c = explain_traces(read_traces([tmp_path])).run.ranks[0].collectives
+    assert c.kind == ("all_reduce", "reduce_scatter", "send")
+    assert c.ranks == ((0, 1), (0, 2), (0, 1))
+    assert [axis_of(kind, group) for kind, group in zip(c.kind, c.group, strict=True)] == ["tp", "dp", "pp"]
+
+
+def test_waiting_for_a_message_is_the_bubble_and_the_longest_stage_is_named(tmp_path):
+    for rank in (0, 1):
+        t = HandMade(rank, 2, groups=[("pp", "pipeline", [0, 1])])
+        t.span("ProfilerStep#1", 0, 1000)
+        t.kernel("gemm", 0, 600 if rank else 300, launched=0)
+        for begin, sent in ((610, 310), (700, 690)):
+            t.collective("recv" if rank else "send", begin if rank else sent, begin + 10, 100, [0, 1], "pp", 10)
+        t.write(tmp_path)
+    e = explain_traces(read_traces([tmp_path]))
+    assert (WAITING, "rank 1") not in e.steps[0][0].parts
+    bubble = next(cause for cause in e.causes if cause.cause == "bubble")
+    assert "rank 1 computes" in bubble.evidence

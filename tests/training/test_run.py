@@ -12,6 +12,9 @@ from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.run import Run
 from meshwright.describe.run_folder import read_steps, state
 from meshwright.errors import MeshwrightError
+from meshwright.explain.collectives import axis_of
+from meshwright.explain.explanation import explain_traces
+from meshwright.explain.folder import read_traces
 from meshwright.predict.prediction import predict
 from meshwright.training.hooks import RankReport, StepRecord
 from meshwright.training.measure.calibration import with_this_machine
@@ -57,6 +60,7 @@ def test_training_learns_and_is_measured(tmp_path):
     assert [StepRecord.of_row(r) for r in rows] == training.steps
     assert {"mfu", "memory_gib", "learning_rate", "exposed_s"} <= set(rows[0])
     assert sorted(file.name for file in (tmp_path / "profile").iterdir()) == ["rank-0.json", "rank-1.json"]
+    check_profile(tmp_path)
     assert state(tmp_path) == "done"
     assert json.loads((tmp_path / "measurement.json").read_text())["steps"] == 24
     assert json.loads((tmp_path / "prediction.json").read_text())["step_time_s"] > 0
@@ -66,6 +70,18 @@ def test_training_learns_and_is_measured(tmp_path):
         out.print(page(training, str(tmp_path)))
     assert "Prediction and measurement" in text.get()
     check_parts(training, tmp_path, text.get())
+
+
+def check_profile(folder):
+    """`explain` reads the run folder: steps, products by shape, and the axis of each collective, which gloo does not record."""
+    traced = explain_traces(read_traces([folder]))
+    assert (len(traced.run.ranks), len(traced.steps[0])) == (2, 2)
+    assert traced.products[0]
+    collectives = traced.run.ranks[0].collectives
+    axes = {axis_of(kind, group) for kind, group in zip(collectives.kind, collectives.group, strict=True)}
+    assert axes == {"tp"}
+    assert set(collectives.ranks) == {(0, 1)}
+    assert traced.attributed > 0.95
 
 
 def check_parts(training, folder, text):

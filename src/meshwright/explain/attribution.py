@@ -30,7 +30,7 @@ from meshwright.explain.intervals import (
     union,
 )
 from meshwright.explain.kernels import group_of
-from meshwright.explain.ranks import RankInGroup
+from meshwright.explain.ranks import MESSAGES, RankInGroup
 from meshwright.explain.trace import ANNOTATION, OPERATOR, RUNTIME, NamedSpan
 
 COMPUTE, WAITING, BUBBLE, COMMUNICATION, DATA, HOST, UNATTRIBUTED = (
@@ -169,7 +169,7 @@ def communication_layers(rank: RankInGroup) -> dict[Part, Intervals]:
     until_last = np.column_stack([c.start, rank.last_start])
     for late in np.unique(rank.last_rank[(rank.last_rank >= 0) & (rank.last_rank != rank.rank)]).tolist():
         out[WAITING, f"rank {late}"] = union(until_last[rank.last_rank == late])
-    messages = np.array([kind in ("send", "receive") for kind in c.kind], bool) & (rank.last_rank < 0)
+    messages = np.array([kind in MESSAGES for kind in c.kind], bool)
     for size in np.unique(c.bytes[messages]).tolist():
         alike = messages & (c.bytes == size)
         shortest = int((c.end - c.start)[alike].min())

@@ -40,6 +40,7 @@ from meshwright.units import format_decimal_bytes, format_seconds
 
 WORTH = 0.01  # share of the step below which a cause is left out
 USUAL_HOST = 0.1  # share of a step on a CPU that Python and the framework take between operators
+UNEVEN = 1.15  # times the compute of the median rank at which a stage is called longer
 BUCKETS = 4  # into which gradients should at least be divided: all but the last can be sent during backward
 AFTER_BACKWARD = 0.7  # share of the bytes that start after backward at which overlap is said to be off
 
@@ -79,7 +80,7 @@ def lost_time(
         LostTime(
             "bubble",
             bubble,
-            f"rank {rank} waits for messages of other stages",
+            f"rank {rank} waits for messages of other stages{uneven_stages(parts)}",
             "more micro-batches, or an interleaved schedule",
         )
     )
@@ -88,6 +89,16 @@ def lost_time(
         if cause.seconds >= WORTH * step_s:
             kept.setdefault(cause.cause, cause)  # of one cause where it costs most
     return list(kept.values())
+
+
+def uneven_stages(parts: dict[int, dict[Part, float]]) -> str:
+    """The rank that computes clearly longer than the others, in words: an uneven pipeline waits for it in every micro-batch."""
+    compute = {rank: sum(s for (kind, _), s in of_rank.items() if kind == COMPUTE) for rank, of_rank in parts.items()}
+    longest, usual = max(compute, key=lambda rank: compute[rank]), float(np.median(list(compute.values())))
+    if compute[longest] < UNEVEN * usual:
+        return ""
+    more = format_seconds(compute[longest] - usual)
+    return f"; rank {longest} computes {more} longer than most: its stage has more layers or a slower device"
 
 
 def largest(parts: dict[int, dict[Part, float]], part: Part) -> tuple[float, int]:

@@ -4,7 +4,8 @@ NCCL   a kernel runs from when this rank arrived until the collective is complet
        (`record_param_comms`), in the kernel's own arguments or in those of the operator that launched it. Older versions only annotate
        the launch ("nccl:all_to_all"), with dims; the kernel of an all-to-all is called SendRecv
 gloo   an annotation "gloo:all_reduce" on a thread of the library, with dims but without a group. A reduce-scatter is carried out as an all-reduce:
-       the kind is that of the call `c10d::_reduce_scatter_base_`, the n-th call for the n-th annotation
+       the kind is that of the call `c10d::_reduce_scatter_base_`, the n-th call for the n-th annotation. Our trainer annotates the calls with
+       their axis and ranks ("collective all_reduce dp 0,2"), so that its groups are told apart
 """
 
 import re
@@ -15,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.explain.kernels import group_of
+from meshwright.explain.reader import ranks_in
 from meshwright.explain.recognise import RecognisedTrace
-from meshwright.explain.trace import KERNEL, NO_DETAIL, OPERATOR, Detail, ListedGroup, TracedCollectives
+from meshwright.explain.trace import KERNEL, NO_DETAIL, RUNTIME, Detail, ListedGroup, TracedCollectives
 
 KINDS = (  # part of a name → kind; the first match decides
     ("reduce_scatter", "reduce_scatter"), ("reducescatter", "reduce_scatter"), ("allreduce", "all_reduce"), ("all_reduce", "all_reduce"),
@@ -27,6 +29,7 @@ KINDS = (  # part of a name → kind; the first match decides
 ELEMENT = {"double": 8, "long": 8, "int64": 8, "float64": 8, "half": 2, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2, "short": 2,
            "byte": 1, "char": 1, "bool": 1, "float8": 1, "int8": 1, "uint8": 1}  # fmt: skip
 UNNAMED = "unnamed groups"
+COLLECTIVE = "collective "
 AXIS_WORDS = (
     ("tp", "tensor"),
     ("pp", "pipeline"),
@@ -104,14 +107,43 @@ def annotated_calls(found: RecognisedTrace, launches: NDArray[np.int64]) -> list
 def of_gloo(found: RecognisedTrace) -> TracedCollectives:
     e = found.events
     at = np.flatnonzero(found.names_with("gloo:"))
-    calls = np.flatnonzero(found.names_with("c10d::") & (e.category == OPERATOR))
-    calls = np.array([i for i in calls.tolist() if kind_of_collective(e.names[e.name[i]])], np.int64)
     kinds = [kind_of_collective(e.names[n]) for n in e.name[at].tolist()]
     details = [e.details[d] for d in e.detail[at].tolist()]
-    for i, call in enumerate(calls.tolist() if len(calls) == len(at) else ()):
-        kinds[i] = kind_of_collective(e.names[e.name[call]])
-        details[i] = replaced_dims(details[i], e.details[e.detail[call]])
+    by_library = [by_gloo(kind) for kind in kinds]
+    for calls, named in ((calls_of_torch(found), False), (np.flatnonzero(found.names_with(COLLECTIVE)), True)):
+        called = [kind_of_collective(e.names[n].split()[-3] if named else e.names[n]) for n in e.name[calls].tolist()]
+        for kind in set(by_library):
+            mine = [i for i, k in enumerate(by_library) if k == kind]
+            theirs = [i for i, k in enumerate(called) if by_gloo(k) == kind]
+            for i, j in zip(mine, theirs, strict=True) if len(mine) == len(theirs) else ():
+                kinds[i], detail = called[j], e.details[e.detail[calls[j]]]
+                details[i] = (
+                    with_group(details[i], e.names[e.name[calls[j]]]) if named else replaced_dims(details[i], detail)
+                )
     return table(found, at, kinds, details)
+
+
+def by_gloo(kind: str) -> str:
+    """What gloo carries a collective out as."""
+    return "all_reduce" if kind == "reduce_scatter" else kind
+
+
+def calls_of_torch(found: RecognisedTrace) -> NDArray[np.int64]:
+    """The operators that issue collectives."""
+    e = found.events
+    calls = np.flatnonzero(found.names_with("c10d::", "_c10d_functional::") & (e.category != RUNTIME))
+    return np.array([i for i in calls.tolist() if kind_of_collective(e.names[e.name[i]])], np.int64)
+
+
+def annotation_of(kind: str, axis: str, ranks: tuple[int, ...]) -> str:
+    """The name of the annotation that our trainer puts around a call while it is profiled."""
+    return f"{COLLECTIVE}{kind} {axis} {','.join(map(str, ranks))}"
+
+
+def with_group(detail: Detail, annotation: str) -> Detail:
+    """A collective with the group that `annotation_of` wrote."""
+    _, axis, ranks = annotation.removeprefix(COLLECTIVE).split(" ")
+    return detail._replace(group=axis, ranks=ranks_in(f"[{ranks}]"))
 
 
 def replaced_dims(of_library: Detail, of_call: Detail) -> Detail:

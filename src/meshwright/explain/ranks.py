@@ -22,6 +22,7 @@ SYNCHRONOUS = (
     "all_to_all",
     "barrier",
 )  # complete on all ranks at the same time
+MESSAGES = ("send", "receive")  # waiting for those is the bubble of a pipeline
 NOTABLE_NS = 1_000_000  # a difference of clocks that is worth a note
 ANOTHER_CLOCK_NS = 1_000_000_000  # ranks of one host with a larger difference do not share its clock
 CONSTANT = 0.7  # share of a rank's collectives at which it must be last to be called constantly late
@@ -119,9 +120,7 @@ def matched(by_rank: dict[int, RankInGroup], notes: list[str]) -> list[_Match]:
     for rank, r in by_rank.items():
         c = r.collectives
         groups = [ranks or (() if UNNAMED in name else everyone) for ranks, name in zip(c.ranks, c.group, strict=True)]
-        usable = [
-            len(g) > 1 and (len(g) == 2 or k not in ("send", "receive")) for g, k in zip(groups, c.kind, strict=True)
-        ]
+        usable = [len(g) > 1 and k not in MESSAGES for g, k in zip(groups, c.kind, strict=True)]
         for step in r.steps:
             inside = np.flatnonzero((c.start >= step.start) & (c.start < step.end)).tolist()
             for group in {groups[i] for i in inside if usable[i]}:

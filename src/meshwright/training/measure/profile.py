@@ -4,8 +4,8 @@
     meshwright report RUN --trace trace.json    all ranks, below them the simulated step
 
 Streams of a rank are its host threads (operators, nested as they were called) and the streams of its GPU (kernels, copies). The steps and
-their phases are spans of the main host thread. Profiling starts a few steps after the first, when caches and buffers are warm. One
-data-parallel replica is profiled, that is one rank of each tensor-parallel rank and stage: the others do the same work.
+their phases are spans of the main host thread. Profiling starts a few steps after the first, when caches and buffers are warm. Of more than
+16 ranks one data-parallel replica is profiled, that is one rank of each tensor-parallel rank and stage: the others do the same work.
 
 A profiled step is slower than others: the event `profile` in the run folder says which steps these were.
 
@@ -195,6 +195,8 @@ def blocks_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 WARMUP = 3  # steps before the first profiled one
+ALL_PROFILED = 16  # ranks
+SHAPES = ("Input Dims", "Input type")  # lists that are kept
 OPERATORS = ("cpu_op", "user_annotation")  # categories of torch's trace on the host
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 COMMUNICATION = (
@@ -225,7 +227,7 @@ class Profiler(Hook):
             activities = [ProfilerActivity.CPU]
             if torch.device(trainer.parallel.mesh.device).type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
-            self.running = profile(activities=activities)
+            self.running = profile(activities=activities, record_shapes=True)
             self.running.start()
         if self.running is not None:
             self._enter(f"{STEP} {trainer.step}")
@@ -271,7 +273,7 @@ class Profiler(Hook):
 
 def is_profiled(trainer: Trainer) -> bool:
     mesh = trainer.parallel.mesh
-    return mesh.index("dp") == 0 and mesh.index("cp") == 0
+    return trainer.parallel.plan.world <= ALL_PROFILED or (mesh.index("dp") == 0 and mesh.index("cp") == 0)
 
 
 def write(profiled: profile, folder: Path, rank: int, steps: tuple[int, int]) -> Path:
@@ -303,7 +305,8 @@ def spans_of(events: Iterable[Json], rank: int) -> Iterable[TraceSpan]:
     for e in found:
         stream = names[e["tid"]] if e["cat"] in OPERATORS else f"GPU stream {e['tid']}"
         category = "comm" if str(e["name"]).startswith(COMMUNICATION) else e["cat"]
-        args = {key: value for key, value in e.get("args", {}).items() if isinstance(value, str | int | float)}
+        kept = e.get("args", {}).items()
+        args = {key: value for key, value in kept if isinstance(value, str | int | float) or key in SHAPES}
         yield TraceSpan(
             rank, stream, str(e["name"]), e["ts"] / MICROSECONDS, e.get("dur", 0) / MICROSECONDS, category, args
         )

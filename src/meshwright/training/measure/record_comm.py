@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch import Tensor, distributed
 
 from meshwright.comm import work as own
 from meshwright.comm.backend.group import MeshwrightGroup
+from meshwright.explain.collectives import annotation_of
 from meshwright.training.faults.heartbeat import Operation, operation_key
 from meshwright.training.hooks import Hook, RecordedStep, StepRecord
 from meshwright.training.loop import Trainer
@@ -90,6 +92,13 @@ class Running:
     waited: Any = None
     resumed: Any = None
     done: Any = None
+
+
+def annotated(running: Running) -> AbstractContextManager[Any]:
+    """An annotation around a call while torch's profiler runs: gloo's records have no group."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return nullcontext()
+    return torch.profiler.record_function(annotation_of(running.operation, running.axis, running.ranks))
 
 
 class CommRecorder(Hook):
@@ -165,7 +174,8 @@ class CommRecorder(Hook):
             self.inside = True
             try:
                 running.issued = mark()
-                work = plain(group, *args, **kwargs)
+                with annotated(running):
+                    work = plain(group, *args, **kwargs)
                 running.returned = running.waited = running.resumed = mark()
             finally:
                 self.inside, self.open = False, None
@@ -251,7 +261,8 @@ class CommRecorder(Hook):
             outer, self.inside = self.inside, True
             running.issued = self.clock.mark()
             try:
-                out = plain(*args, **kwargs)
+                with annotated(running):
+                    out = plain(*args, **kwargs)
             finally:
                 self.inside, self.open = outer, None
             running.returned = running.waited = running.resumed = self.clock.mark()
