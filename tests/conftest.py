@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, settings
 
 BUDGET_S = {
     "tests": 18, "describe": 32, "programs": 22, "lower": 20, "cost": 24, "docs": 12, "calibrate": 32, "planner": 75, "interop": 6, "view": 20,
-    "models": 22, "parallel": 112, "comm": 55, "training": 140, "proof": 205, "check": 20, "cli": 40, "web": 15, "gpu": 0, "explain": 30, "formulas": 6,
+    "models": 22, "parallel": 112, "comm": 55, "training": 140, "proof": 205, "check": 20, "cli": 40, "web": 15, "gpu": 0, "explain": 30,
+    "formulas": 6,
 }  # fmt: skip
 
 # A slow draw on a busy machine is not the test's fault. Examples are the same in every run; `soak` draws other ones.

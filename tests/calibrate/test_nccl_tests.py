@@ -217,3 +217,12 @@ def test_bench_shows_an_output_and_writes_it_as_a_result(tmp_path, capsys) -> No
     assert "nccl-tests" in out
     assert re.search(r"1 GiB +7.18 ms +150 GB/s +262 GB/s", out), out
     assert read_result(tmp_path / "bench.json") == read_result(tmp_path / "all_reduce_perf.txt")
+
+
+def test_a_bench_shows_the_line_of_each_collective(tmp_path, capsys) -> None:
+    """20 µs + n/150 GB/s: α, rate, the size at which half of the rate is reached, and what one of 8 ranks sends."""
+    (tmp_path / "all_reduce.txt").write_text(text("all_reduce", NODE, seconds))
+    with pytest.raises(SystemExit):
+        main(["bench", "--read", str(tmp_path / "all_reduce.txt")])
+    row = next(line for line in capsys.readouterr().out.splitlines() if re.match(r" all-reduce +nccl +8 +20 µs", line))
+    assert re.search(r"20 µs +150 GB/s +2\.86 MiB +26[23] GB/s", row)  # 20e-6 · 150e9 = 3 MB; 2·7/8 · 150

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -63,6 +64,14 @@ def test_a_cluster_card_shows_levels_and_rates(capsys) -> None:
     out = run(capsys, "clusters", "dgx-h100")
     for word in ("h100-sxm: 989 TFLOP/s bf16", "nvlink4", "450 GB/s", "ib-ndr", "50 GB/s", "SuperPOD"):
         assert word in out
+
+
+def test_clusters_show_their_ridges(capsys) -> None:
+    """989.4 TFLOP/s over 378 and 40 GB/s."""
+    assert re.search(r"node .* 378 GB/s +2,617 .*\n +rail .* 40 GB/s +24,735", run(capsys, "clusters", "dgx-h100"))
+    assert re.search(r"dgx-h100 .* 2\.6k · 25k", run(capsys, "clusters"))
+    ridges = json.loads(run(capsys, "clusters", "dgx-h100", "--json"))["ridge_by_level"]
+    assert ridges["rail"] == pytest.approx(989.4e12 / 40e9)
 
 
 def test_a_model_card_shows_the_published_count(capsys) -> None:

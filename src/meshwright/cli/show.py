@@ -4,6 +4,9 @@
     meshwright show all-reduce --ranks 4 --values          the ring, with the values on every rank
     meshwright show all-reduce --compare --ranks 64 --cluster dgx-h100
     meshwright show step plan.toml                         the operations of a plan's training step
+    meshwright show crossover --alpha 1us --bandwidth 450GB/s    closed forms on your own numbers (mw.formulas)
+    meshwright show ranks plan.toml                        the process groups of a plan
+    meshwright show all-reduce --values 1,2,3,4            the ring on your own values
     meshwright show 1f1b --stages 4 --microbatches 8 --compare gpipe,zbv
 
 `--compare` is a flag; the names after it are a second positional argument, so that they can be omitted.
@@ -14,7 +17,7 @@ import typer
 from meshwright import api
 from meshwright.cli.options import described
 from meshwright.cli.output import writable
-from meshwright.view.show.options import LESSON, PIPELINES, STEP
+from meshwright.view.show.options import LESSON, NUMBERS, PIPELINES, STEP
 from meshwright.view.show.topics import kind_of, list_topics, module_of, sort_arguments
 from meshwright.view.tables import show as print_out
 from meshwright.view.tables import show_json
@@ -38,6 +41,24 @@ def command(
     stages: int = 4,
     microbatches: int = 8,
     virtual: int = 0,
+    alpha: str = "",
+    bandwidth: str = "",
+    peak: str = "",
+    batch: int = 0,
+    seq: int = 0,
+    precision: str = "",
+    parameters: str = "",
+    memory: str = "",
+    gradients: str = "",
+    backward: str = "",
+    layers: int = 0,
+    tokens: int = 0,
+    hidden: int = 0,
+    tp: int = 0,
+    layer_time: str = "",
+    schedule: str = "",
+    rate: str = "",
+    overhead: str = "",
     trace: str = "",
     html: str = "",
     as_json: bool = False,
@@ -53,8 +74,15 @@ def command(
 
         refuse_unused(topic, STEP, explicit_options(context))
         return show_step(api.estimate(plan=plan_file(names)), as_json)
-    topic, names, compare = sort_arguments(topic.lower(), names, compare)
+    topic, names, compare = sort_arguments(topic.lower(), names, compare, values)
     kind = kind_of(topic)
+    if kind == NUMBERS:
+        from meshwright.view.show import number_tables, numbers
+
+        given = {name: context.params[name] for name in explicit_options(context)}
+        refuse_unused(topic, kind, given, set(numbers.OPTIONS[topic]))
+        found = numbers.data(topic, given, api.estimate(plan=names) if names else None)
+        return show_json(found) if as_json else print_out(*number_tables.page(topic, found))
     refuse_unused(topic, kind, explicit_options(context))
     refuse_zero({name: context.params[name] for name in explicit_options(context)})
     if kind == LESSON:

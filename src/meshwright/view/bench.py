@@ -9,7 +9,7 @@ from rich.text import Text
 
 from meshwright.calibrate.fit import Line, fit_line
 from meshwright.calibrate.nccl_tests import TOOL as NCCL_TESTS
-from meshwright.calibrate.points import Bench, DevicePoint, Point
+from meshwright.calibrate.points import Bench, DevicePoint, Point, bus_factor
 from meshwright.units import counted, format_bytes, format_count, format_flops, format_rate, format_seconds
 from meshwright.view.tables import facts, filled, heading
 
@@ -20,6 +20,7 @@ CONVENTION = (
     "(the conventions of nccl-tests). "
 )
 TIMES = "Times are medians; ± is half the distance of the quartiles."
+LINES = "T(n) = α + n/rate, fitted to all sizes. A call of the half-size α·rate reaches half of the rate; the bus rate counts what one rank sends."
 MEANS = "Times are means over the iterations of nccl-tests, out-of-place."
 
 
@@ -29,6 +30,8 @@ def page(bench: Bench) -> RenderableType:
     collectives = [p for p in bench.points if p.operation != PAIR]
     if collectives:
         parts += [collectives_table(collectives), Text(convention(bench), "dim")]
+        if lines := lines_table(collectives):
+            parts += [lines, Text(LINES, "dim")]
     pairs = [p for p in bench.points if p.operation == PAIR]
     if pairs:
         parts.append(pairs_table(pairs, bench))
@@ -70,6 +73,31 @@ def collectives_table(points: Iterable[Point]) -> RenderableType:
             size = format_bytes(point.bytes) if point.bytes else ""
             rows.append((*first, size, format_seconds(point.median_s), spread(point), *rates))
     return filled(("operation", "backend", ">ranks", ">n", ">time", ">±", ">algbw", ">busbw"), rows)
+
+
+def lines_table(points: Iterable[Point]) -> RenderableType | None:
+    """α, rate and half-size of each collective and algorithm: the line through its sizes. None if every one was measured at one size only."""
+    rows = []
+    for series in by_series(points).values():
+        line = line_of([p for p in series if p.bytes])
+        if line is None:
+            continue
+        point, factor = series[0], bus_factor(series[0].operation, len(series[0].ranks))
+        name = point.operation + (f" ({point.algorithm})" if point.algorithm else "")
+        bus = format_rate(factor * line.bandwidth) if line.beta else ""
+        rows.append((name, point.backend, len(point.ranks), *line_cells(line)[:3], bus, *line_cells(line)[3:]))
+    columns = (
+        "line through all sizes",
+        "backend",
+        ">ranks",
+        ">α",
+        ">rate",
+        ">half-size",
+        ">bus rate",
+        ">residual",
+        "~largest deviation",
+    )
+    return filled(columns, rows) if rows else None
 
 
 def spread(point: Point | DevicePoint) -> Text:

@@ -12,6 +12,7 @@ from meshwright.describe.config import load_cluster
 from meshwright.describe.model import Model
 from meshwright.describe.result import values_of
 from meshwright.describe.stack import Stack
+from meshwright.formulas import cluster_ridges
 from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.units import Json, format_bytes, format_count, format_flops, format_rate, format_seconds
 from meshwright.view.tables import facts, filled, heading
@@ -43,11 +44,13 @@ def entry_of(kind: str, name: str) -> Any:
 
 
 def as_json(kind: str, name: str) -> Json:
-    """One entry as JSON: every field, and for a model its parameter counts."""
+    """One entry as JSON: every field, for a model its parameter counts, for a cluster the ridge of each level."""
     entry = entry_of(kind, name)
     out = entry.model_dump(mode="json")
     if isinstance(entry, Model):
         out |= {"parameters": entry.total, "active_parameters": entry.active, "parameters_by_part": entry.parameters()}
+    if isinstance(entry, Cluster):
+        out["ridge_by_level"] = {level.level: level.ridge for level in cluster_ridges(entry)}
     return out
 
 
@@ -115,18 +118,20 @@ def model_card(model: Model) -> RenderableType:
 
 
 def cluster_row(cluster: Cluster) -> tuple[object, ...]:
-    """One row, such as `dgx-h100  h100-sxm  8  nvlink4 378 GB/s  ib-ndr 40 GB/s`; rates are per device."""
-    links = []
+    """One row, such as `dgx-h100  h100-sxm  8  nvlink4 378 GB/s  ib-ndr 40 GB/s  2.6k · 25k`; rates are per device, ridges in FLOPs per byte."""
+    links, ridges = [], [format_count(level.ridge, 2) for level in cluster_ridges(cluster)]
     for k, level in enumerate(cluster.levels):
         over = f" 1:{level.oversubscription:g}" if level.oversubscription > 1 else ""
         links.append(f"{level.link.name} {format_rate(cluster.device_bandwidth(k))}{over}")
     price = f"{cluster.price:.2f}" if cluster.price else ""
     between = " · ".join(dict.fromkeys(links[1:]))
-    return cluster.name, cluster.accelerator.name, cluster.node_size, links[0], between, price
+    ridge = " · ".join(dict.fromkeys(ridges))
+    return cluster.name, cluster.accelerator.name, cluster.node_size, links[0], between, ridge, price
 
 
 def cluster_card(cluster: Cluster) -> RenderableType:
     rows = []
+    ridges = cluster_ridges(cluster)
     for k, level in enumerate(cluster.levels):
         last = k == len(cluster.levels) - 1 and k > 0
         asides = [
@@ -137,12 +142,15 @@ def cluster_card(cluster: Cluster) -> RenderableType:
         ]
         link, words = level.link, ", ".join(filter(None, asides))
         joins, device = "any" if last else level.size, format_rate(cluster.device_bandwidth(k))
-        rows.append((level.name, joins, link.name, *link_numbers(link), device, words))
-    columns = ("level", ">joins", "link", ">rate per port", ">achieved", ">α", ">rate per device", "~")
+        rows.append((level.name, joins, link.name, *link_numbers(link), device, f"{ridges[k].ridge:,.0f}", words))
+    columns = ("level", ">joins", "link", ">rate per port", ">achieved", ">α", ">rate per device", ">ridge", "~")
+    ridge_words = Text(
+        "ridge: FLOPs per byte sent at which compute and communication take equally long (bf16; show roofline)", "dim"
+    )
     price = f"{cluster.price:.2f} US dollars per GPU-hour (approximate)" if cluster.price else ""
     known = [("accelerator", accelerator_line(cluster.accelerator)), ("price", price)]
     sources = facts({level.link.name: level.link.source for level in cluster.levels}.items())
-    return Group(heading(cluster.name), facts([*known, *origin(cluster)]), filled(columns, rows), sources)
+    return Group(heading(cluster.name), facts([*known, *origin(cluster)]), filled(columns, rows), ridge_words, sources)
 
 
 def origin(entry: Any) -> list[tuple[str, object]]:
@@ -207,7 +215,7 @@ def stack_card(stack: Stack) -> RenderableType:
 
 LISTS: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[object, ...]]]] = {
     "models": (("model", ">parameters", ">active", "~shape"), model_row),
-    "clusters": (("cluster", "accelerator", ">node", "inside", "between", ">$/h"), cluster_row),
+    "clusters": (("cluster", "accelerator", ">node", "inside", "between", ">ridge", ">$/h"), cluster_row),
     "accelerators": (
         ("accelerator", ">memory", ">bandwidth", ">fp32", ">tf32", ">bf16", ">fp8", ">fp4 TFLOP/s"),
         accelerator_row,

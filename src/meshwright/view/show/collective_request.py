@@ -12,6 +12,7 @@ from meshwright.cost.collective import ChosenProgram, choose
 from meshwright.cost.library import library_links, library_of
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import load_cluster
+from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, Program, accepts, build, check, groups_of, walk
 from meshwright.programs.collectives.comparison import SWITCHED, options_for
 from meshwright.programs.collectives.registry import as_groups, builder
@@ -23,6 +24,7 @@ from meshwright.view.show.options import unused
 USUAL = {"all-to-all": "pairwise", "point-to-point": "direct", "barrier": "dissemination"}
 DEFAULT_CLUSTER, DEFAULT_SIZE, ELEMENT_BYTES = "dgx-h100", "64MiB", 4
 MOST_VALUES = 256
+LARGEST_VALUE = 1e9  # of a value that is printed
 PRICED = set(PRICED_AS.values())  # operations that a training step has and the cost model prices
 
 
@@ -62,12 +64,14 @@ def prepared(request: CollectiveRequest, on_cluster: Cluster | None = None) -> P
     """Build, check and, with a size or a cluster (a name, or `on_cluster`), simulate the collective of a request."""
     timed = bool(request.size or request.cluster or on_cluster)
     size = parse_bytes(request.size or DEFAULT_SIZE)
+    own = own_values(request) if request.values and request.names else []
     algorithm, choice = choose_algorithm(request, size if timed else 0.0, on_cluster)
     builder(request.operation, algorithm)  # raises for an unknown algorithm
     ranks = request.ranks or (8 if choice or "groups" in accepts(request.operation, algorithm) else 4)
+    ranks = ranks if request.ranks or len(own) < 2 else len(own)
     cluster = cluster_of(on_cluster or request.cluster or DEFAULT_CLUSTER, ranks) if timed else None
     elements = int(size // ELEMENT_BYTES) if timed and not request.values else ranks
-    elements = request.elements if request.elements >= 0 else elements
+    elements = request.elements if request.elements >= 0 else elements_of(request.operation, own) if own else elements
     program = check(
         build(
             request.operation, algorithm, ranks, elements, **options(request, algorithm, ranks, size, cluster, choice)
@@ -77,7 +81,8 @@ def prepared(request: CollectiveRequest, on_cluster: Cluster | None = None) -> P
     walked = walk(program, links, element_bytes=size / elements if elements else 0) if links else None
     on = f"for {format_bytes(size)} on {cluster.name}" if cluster else ""
     charge = view.Charge(library_of(cluster), choice.walked, choice.seconds) if cluster and choice else None
-    return PreparedCollective(program, walked, on, charge, lecture_inputs(program) if elements <= MOST_VALUES else None)
+    inputs = inputs_of(program, own) if own else lecture_inputs(program) if elements <= MOST_VALUES else None
+    return PreparedCollective(program, walked, on, charge, inputs)
 
 
 def choose_algorithm(
@@ -130,16 +135,62 @@ def cluster_of(name: str | Cluster, ranks: int) -> Cluster:
     return cluster if cluster.world >= ranks else cluster.with_gpus(ranks)
 
 
-def lecture_inputs(program: Program) -> list[np.ndarray]:
-    """Return small input values: rank r starts with [0, 1, 2, …] + r; gathers start with the shards of the sum of these."""
+def own_values(request: CollectiveRequest) -> list[np.ndarray]:
+    """The user's values: "1,2,3,4" is one list, "1,2/3,4" has one for each rank."""
+    lists = [part.split(",") for part in request.names.split("/")]
+    example = f"meshwright show {request.operation} --values 1,2,3,4"
+    try:
+        values = [np.array([float(word) for word in words]) for words in lists]
+    except ValueError:
+        what = f"'{request.names[:60]}' are not values"
+        why = "Values are numbers with commas between them; a / begins the list of the next rank"
+        raise MeshwrightError("MW-PROG-009", what, why=why, fix=example) from None
+    if not all(np.isfinite(value).all() and np.abs(value).max() < LARGEST_VALUE for value in values):
+        raise MeshwrightError("MW-PROG-009", f"values must be finite and below {LARGEST_VALUE:g}", fix=example)
+    if sum(map(len, values)) > MOST_VALUES * max(len(values), 1):
+        raise MeshwrightError("MW-PROG-006", f"more than {MOST_VALUES} values are too many to print", fix=example)
+    return [value.astype(int) if (value == np.round(value)).all() else value for value in values]
+
+
+def elements_of(operation: str, own: list[np.ndarray]) -> int:
+    """The elements of the full buffer of these values."""
+    shards = len(own) > 1 and operation in ("all-gather", "gather")
+    return sum(map(len, own)) if shards else len(own[0])
+
+
+def inputs_of(program: Program, own: list[np.ndarray]) -> list[np.ndarray]:
+    """The values that each rank starts with: its own list; or, of one list, those of `lecture_inputs`."""
+    example = lecture_inputs(program, own[0] if len(own) == 1 and len(own[0]) == program.elements else None)
+    if len(own) == 1 and len(own[0]) == program.elements:
+        return example
+    needed = [len(values) for values in example]
+    if len(own) != program.ranks or [len(values) for values in own] != needed:
+        given = (
+            f"{len(own)} lists of {', '.join(str(len(v)) for v in own)} values"
+            if len(own) > 1
+            else f"{len(own[0])} values"
+        )
+        each = f"{needed[0]}" if len(set(needed)) == 1 else ", ".join(map(str, needed))
+        what = f"{given} do not fit {program.operation} of {program.elements} elements on {program.ranks} ranks"
+        why = f"One list has the {program.elements} values of the buffer; {program.ranks} lists, with / between them, have {each} values each"
+        raise MeshwrightError("MW-PROG-009", what, why=why, fix=f"--ranks {max(len(own), 2)}" if len(own) > 1 else "")
+    return own
+
+
+def lecture_inputs(program: Program, base: np.ndarray | None = None) -> list[np.ndarray]:
+    """Return small input values: rank r starts with [0, 1, 2, …] + r; gathers start with the shards of the sum of these. `base` takes the place
+    of [0, 1, 2, …], and of that sum."""
     ranks, n = program.ranks, program.elements
     edges = [r * n // ranks for r in range(ranks + 1)]
-    buffers = [np.arange(n) + r for r in range(ranks)]
+    first = np.arange(n) if base is None else base
+    buffers = [first + r for r in range(ranks)]
+    if base is not None and program.operation in ("all-gather", "gather"):
+        return [base[edges[r] : edges[r + 1]] for r in range(ranks)]
     match program.operation:
         case "all-gather" | "gather":
             return [np.sum(buffers, axis=0)[edges[r] : edges[r + 1]] for r in range(ranks)]
         case "barrier":
             return [np.zeros(0) for _ in range(ranks)]
         case "all-to-all":
-            return [np.arange(n) + 10 ** len(str(max(n - 1, 1))) * (r + 1) for r in range(ranks)]
+            return [first + 10 ** len(str(int(max(np.abs(first).max(initial=0), 1)))) * (r + 1) for r in range(ranks)]
     return buffers

@@ -4,7 +4,13 @@ from collections.abc import Iterable, Mapping
 
 from meshwright.errors import MeshwrightError
 
-COLLECTIVES, PIPELINES, LESSON, STEP = "collective", "pipeline schedule", "lesson", "step program"
+COLLECTIVES, PIPELINES, LESSON, STEP, NUMBERS = (
+    "collective",
+    "pipeline schedule",
+    "lesson",
+    "step program",
+    "calculator",
+)
 USED = {
     COLLECTIVES: {"names", "compare", "algorithm", "ranks", "size", "cluster", "elements", "root", "segments", "node", "values", "html"},
     PIPELINES: {"names", "compare", "stages", "microbatches", "virtual", "trace", "html"},
@@ -19,12 +25,13 @@ INSTEAD = {
 }
 
 
-def refuse_unused(topic: str, kind: str, names: Iterable[str]) -> None:
-    """Raise for the first option of the command line that topics of this kind do not use."""
+def refuse_unused(topic: str, kind: str, names: Iterable[str], used_here: set[str] | None = None) -> None:
+    """Raise for the first option of the command line that topics of this kind (or, with `used_here`, this topic) do not use."""
+    accepted = USED[kind] if used_here is None else used_here
     for name in names:
-        if name not in USED[kind]:
-            used = [f"--{option}" for option in sorted(USED[kind] - {"names"})] or ["--json"]
-            option = "the second argument" if name == "names" else f"--{name}"
+        if name not in accepted:
+            used = [f"--{option.replace('_', '-')}" for option in sorted(accepted - {"names"})] or ["--json"]
+            option = "the second argument" if name == "names" else f"--{name.replace('_', '-')}"
             raise unused(option, f"{topic} is a {kind}", INSTEAD.get((kind, name), ""), used)
 
 

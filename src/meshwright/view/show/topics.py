@@ -13,8 +13,8 @@ from meshwright.errors import kind_of as kind_of_value
 from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
 from meshwright.programs.collectives.formulas import text as formula
 from meshwright.programs.pipelines import SCHEDULES
-from meshwright.view.show import collectives, pipelines
-from meshwright.view.show.options import COLLECTIVES, LESSON, PIPELINES, refuse_unused
+from meshwright.view.show import collectives, numbers, pipelines
+from meshwright.view.show.options import COLLECTIVES, LESSON, NUMBERS, PIPELINES, refuse_unused
 from meshwright.view.tables import filled, heading, show, show_json
 
 LESSONS = {
@@ -27,11 +27,13 @@ LESSONS = {
 OPTIONS: dict[str, Any] = {
     "names": "", "compare": False, "algorithm": "", "ranks": 0, "size": "", "cluster": "", "elements": -1, "root": -1, "segments": 0, "node": 0,
     "values": False, "stages": 4, "microbatches": 8, "virtual": 0,
+    **{name: default for options in numbers.OPTIONS.values() for name, default in options.items()},
 }  # fmt: skip
 USAGE = {
     "Collectives": "all-reduce --algorithm ring --ranks 4 [--values] [--html F] [--compare]",
     "Pipeline schedules": "1f1b --stages 4 --microbatches 8 [--compare gpipe,zbv] [--html F]",
     "Step program": "step PLAN",
+    "Calculators": "crossover --alpha 1us --bandwidth 450GB/s",
     "Lessons": "strategies",
 }
 LETTERS = "n: bytes of the full buffer, P = N·g ranks in N nodes, k segments, α latency, β = 1/bandwidth, γ time to add a byte\n"
@@ -39,22 +41,30 @@ STEP = "every operation of one training step of a plan file; with --json the val
 MOST = 4096  # ranks, stages, micro-batches, elements or segments of one answer
 
 
-def sort_arguments(topic: str, names: str, compare: bool) -> tuple[str, str, bool]:
-    """Swap topic and names if they came as `--compare ring,tree all-reduce`; names without --compare also mean compare."""
+def sort_arguments(topic: str, names: str, compare: bool, values: bool = False) -> tuple[str, str, bool]:
+    """Swap topic and names if they came as `--compare ring,tree all-reduce`; names also mean compare, except behind --values."""
     if "," in topic and names:
         topic, names = names.lower(), topic
-    return topic, names, compare or bool(names)
+    return topic, names, compare or (bool(names) and not values)
 
 
 def kind_of(topic: str) -> str:
     """Return the kind of a topic; an unknown topic raises an error that suggests a similar one."""
     if topic in LESSONS:
         return LESSON
+    if topic in numbers.TOPICS:
+        return NUMBERS
     if topic in OPERATIONS:
         return COLLECTIVES
     if any(topic in (name, *known.aliases) for name, known in SCHEDULES.items()):
         return PIPELINES
-    raise unknown("MW-SHOW-001", "topic", topic, ["step", *OPERATIONS, *SCHEDULES, *LESSONS], "meshwright show {}")
+    raise unknown(
+        "MW-SHOW-001",
+        "topic",
+        topic,
+        ["step", *OPERATIONS, *SCHEDULES, *numbers.TOPICS, *LESSONS],
+        "meshwright show {}",
+    )
 
 
 def module_of(lesson: str) -> Any:
@@ -69,6 +79,9 @@ def data(topic: str, options: dict[str, Any]) -> Any:
         return all_topics()
     kind = kind_of(topic.lower())
     values = {name: checked(name, value) for name, value in options.items()}
+    if kind == NUMBERS:  # a request names no file: plans are those of the page's views
+        refuse_unused(topic, kind, values, set(numbers.OPTIONS[topic.lower()]) - {"names"})
+        return numbers.data(topic.lower(), values)
     refuse_unused(topic, kind, values)
     if kind == LESSON:
         return module_of(topic).data(topic)
@@ -77,7 +90,8 @@ def data(topic: str, options: dict[str, Any]) -> Any:
         names = pipelines.names(topic, compared)
         sizes = values.get("stages", 4), values.get("microbatches", 8), values.get("virtual") or None
         return pipelines.data([pipelines.walked_for(name, *sizes) for name in names])
-    compare = bool(values.pop("compare", False) or values.get("names"))
+    own = bool(values.get("values"))
+    compare = bool(values.pop("compare", False) or (values.get("names") and not own))
     return collectives.data(collectives.CollectiveRequest(topic.lower(), compare=compare, **values))
 
 
@@ -102,6 +116,7 @@ def all_topics() -> dict[str, Any]:
     return {
         "collectives": topics,
         "pipelines": {name: rule.about for name, rule in SCHEDULES.items()},
+        "calculators": numbers.TOPICS,
         "lessons": LESSONS,
     }
 
@@ -125,6 +140,7 @@ def list_topics(as_json: bool = False) -> None:
         (collectives, Text(LETTERS, "dim")),
         (listed("schedule", {name: rule.about for name, rule in SCHEDULES.items()}),),
         (Text(STEP, "dim"),),
+        (listed("calculator", numbers.TOPICS),),
         (listed("lesson", LESSONS),),
     )
     for (title, usage), body in zip(USAGE.items(), bodies, strict=True):
