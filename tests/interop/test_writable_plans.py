@@ -41,8 +41,14 @@ def test_the_search_takes_the_best_plan_that_can_be_written():
 
 
 def test_a_training_that_no_settings_state_is_refused_with_the_reason():
-    with pytest.raises(MeshwrightError, match=r"cannot express workload\.precision = fp32"):
+    with pytest.raises(MeshwrightError, match=r"cannot express workload\.precision = fp32") as refused:
         api.plan("llama3-8b", framework="torchtitan", set=["workload.precision=fp32"], **QUESTION)
+    assert refused.value.fix == "--set plan.param_dtype=fp32"
+    words = ["workload.precision=fp32", "plan.param_dtype=fp32"]
+    assert (
+        api.plan("llama3-8b", framework="torchtitan", set=words, fix=["schedule=zbv", "pp=2"], **QUESTION).plan.schedule
+        == "zbv"
+    )
     with pytest.raises(MeshwrightError, match="has no recipe that we know for mixtral-8x7b"):
         api.plan("mixtral-8x7b", framework="megatron-bridge", **QUESTION)
     with pytest.raises(MeshwrightError, match="nanotron has no settings for qk_norm"):

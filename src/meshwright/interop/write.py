@@ -179,6 +179,7 @@ def _same(name: str, config: Config, other: Any) -> bool:
         "virtual": plan.pp == 1,
         "cp_kind": plan.cp == 1,
         "reshard": plan.zero != 3 or plan.pp > 1,
+        "master": plan.param_dtype == "fp32",
         "order": tuple(plan.order) in ((), tuple(config.stack.order)),
         "tokens": True,
         "imbalance": True,
@@ -206,8 +207,16 @@ def check_runnable(config: Config, framework: Framework, tolerated: Sequence[str
             "MW-LAUNCH-005",
             f"settings of {framework.title} cannot express {shown}",
             why="It would train another plan than the one that was predicted",
-            fix=f"meshwright plan {config.model.name} --for {framework.name}, or --for {OURS}",
+            fix=_other_question(config, framework),
         )
+
+
+def _other_question(config: Config, framework: Framework) -> str:
+    """What to type where settings cannot say a plan: the weights in the dtype of the products, which frameworks have one key for; or another plan."""
+    precision = config.workload.precision
+    if precision in ("bf16", "fp16", "fp32") and precision != config.plan.param_dtype:
+        return f"--set plan.param_dtype={precision}"
+    return f"meshwright plan {config.model.name} --for {framework.name}, or --for {OURS}"
 
 
 def is_runnable(config: Config, framework: Framework, plan: Plan) -> bool:
