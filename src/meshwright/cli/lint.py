@@ -39,8 +39,8 @@ def command(
 def lint_plan(config: Config, as_json: bool, reading: Any) -> None:
     """Print the findings of one plan; exit with 1 if one is significant."""
     now = PlanTrials(config).of(config.plan)
-    findings = check(config, now)
     changes = first_changes(config) if now else []
+    findings = check(config, now, changes)
     read = {"settings": view.as_dict(reading)} if reading else {}
     step = now.prediction.step_time_s if now else None
     first = [change.as_dict() for change in changes]

@@ -225,7 +225,7 @@ def findings(result: Any) -> Any:
     from meshwright.view.lint import finding_block
 
     e = result.estimate
-    problems = lint.check(e.config, e)
+    problems = lint.check(e.config, e, changes=())  # the search has costed every change
     if not problems:
         return "[dim]lint: no anti-pattern in the winner[/]"
 

@@ -11,11 +11,12 @@ from meshwright.view.page.subject import Subject
 def data(subject: Subject) -> Json:
     """The best changes first, then the findings, the costliest first; `set` has the plan's fields that change."""
     e = subject.estimate
+    changes = first_changes(subject.config)
     first = [
         {"title": c.title, "set": fields_changed(e.plan, c.plan), **values_of(c, "saves_s", "memory_gib", "fix")}
-        for c in first_changes(subject.config)
+        for c in changes
     ]
-    findings = [{**f.as_dict(), "set": fields_changed(e.plan, f.fixed)} for f in check(subject.config, e)]
+    findings = [{**f.as_dict(), "set": fields_changed(e.plan, f.fixed)} for f in check(subject.config, e, changes)]
     return {"first": first, "findings": findings, "step_time_s": e.prediction.step_time_s}
 
 

@@ -21,7 +21,7 @@ away. The cost is the padded step beyond the fastest legal degree's.
 is not full, batch / padded batch of the ranks work and the others wait for them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from meshwright.cost.walked import walk_step
@@ -42,6 +42,8 @@ from meshwright.planner.advice.alternatives import (
     settings,
     step,
 )
+from meshwright.planner.advice.changes import Change, first_changes
+from meshwright.planner.advice.lint.faster import CODE, faster_value
 from meshwright.planner.advice.lint.finding import SAVES, Finding, Seen
 from meshwright.planner.advice.lint.rules import BY_CODE, RULES
 from meshwright.predict.estimate import Estimate
@@ -51,8 +53,15 @@ from meshwright.units import format_seconds
 MOST_ACTIONS = 100_000  # of a pipeline that is walked to justify a plan
 
 
-def check(config: Config, estimate: Estimate | None = None) -> list[Finding]:
-    """Return the findings of all rules: errors first, then by cost. An illegal plan has one finding: the broken rule."""
+def check(
+    config: Config,
+    estimate: Estimate | None = None,
+    changes: Sequence[Change] | None = None,
+    without: Collection[str] = (),
+) -> list[Finding]:
+    """Return the findings of all rules: errors first, then by cost. An illegal plan has one finding: the broken rule.
+
+    `changes` are those of `first_changes`, which are computed if None; fields in `without` are not judged by them."""
     trial = PlanTrials(config)
     try:
         config.check()
@@ -64,8 +73,16 @@ def check(config: Config, estimate: Estimate | None = None) -> list[Finding]:
     seen = Seen(config, now, trial)
     findings = [finding for rule in RULES if (finding := rule(seen)) is not None]
     findings += beyond_framework(config)
+    other = faster_value(seen, first_changes(config) if changes is None else changes, without)
+    if other is not None and not any(same_gain(f, other) for f in findings):
+        findings.append(other)
     rank = {"error": 0, "warning": 1, "note": 2}
     return sorted(findings, key=lambda f: (rank[f.severity], -(f.cost_s or 0.0)))
+
+
+def same_gain(found: Finding, other: Finding) -> bool:
+    """Whether the fix of a finding saves as much as another, to a tenth."""
+    return (found.saves_s or 0.0) >= 0.9 * (other.saves_s or 0.0)
 
 
 def beyond_framework(config: Config) -> list[Finding]:
@@ -121,6 +138,8 @@ def simulated(e: Estimate) -> float:
 def shows(code: str, e: Estimate) -> bool:
     """Whether an estimated plan shows the pattern of a code."""
     seen = Seen(e.config, e, PlanTrials(e.config))
+    if code == CODE:
+        return faster_value(seen, first_changes(e.config)) is not None
     rule = BY_CODE.get(code)
     return rule is not None and rule(seen) is not None
 

@@ -24,6 +24,13 @@ SLOW = 0.10  # share of the step that the fix saves
 # and a micro-batch of packed samples is one sequence. DeepEP and HybridEP send a token to a node once, which the cost of the exchange does not have.
 GRADIENTS, MICROBATCH = ("MW-LINT-002", "MW-LINT-010", "MW-LINT-016", "MW-LINT-017"), ("MW-LINT-005",)
 EXCLUDED = {"adapters": GRADIENTS, "cuda_graphs": MICROBATCH, "packed_seq": MICROBATCH, "dispatcher": ("MW-LINT-009",)}
+SHARDS = ("replicate", "shard", "zero", "bucket", "wrap", "reduce")
+FIELDS = {
+    "adapters": SHARDS,
+    "cuda_graphs": ("microbatch",),
+    "packed_seq": ("microbatch",),
+    "dispatcher": ("ep", "expert_tp"),
+}
 
 
 def judge(row: Json) -> RecipeVerdict:
@@ -52,7 +59,11 @@ def slow_patterns(verdict: RecipeVerdict) -> list[Finding]:
             return []
         seen = Seen(config, now, trial)
         findings = [
-            *check_plan(config, now),
+            *check_plan(
+                config,
+                now,
+                without={name for fact, names in FIELDS.items() if reading.facts.get(fact) for name in names},
+            ),
             *(rule(seen) for rule in (wide_reduction, needless_offload, wide_products)),
         ]
         known = [f for f in findings if f and f.code not in _not_judged(reading.facts)]
