@@ -24,6 +24,11 @@ from meshwright.interop.reading import merged_settings
 from meshwright.planner.advice.lint.recipes import judge
 
 HERE = Path(__file__).parent
+# The fields of a plan that a reason is about: a faster value of one of them, found by the costs (MW-LINT-020), names the same mistake.
+FIELDS = {
+    "MW-LINT-001": ("tp",), "MW-LINT-005": ("microbatch",), "MW-LINT-007": ("zero", "shard", "replicate", "reshard"), "MW-LINT-014": ("recompute",),
+    "MW-LINT-016": ("overlap",), "MW-LINT-018": ("offload",),
+}  # fmt: skip
 WRONG = {"illegal": lambda v: v.legal is False, "does not fit": lambda v: v.fits is False, "slow": lambda v: v.slow}
 
 
@@ -37,9 +42,17 @@ def is_found(pair: dict[str, Any]) -> bool:
     corrected version may be slow for another one."""
     wrong = WRONG[pair["expected"]]
     if code := pair.get("reason"):
-        wrong = lambda verdict: verdict.slow and any(f["code"] == code for f in verdict.findings)  # noqa: E731
+        wrong = lambda verdict: verdict.slow and any(has_reason(f, code) for f in verdict.findings)  # noqa: E731
     before, after = (judge({**pair[k], "id": k}) if pair[k] else None for k in ("before", "after"))
     return bool(wrong(before)) and not (after and wrong(after))
+
+
+def has_reason(finding: dict[str, Any], code: str) -> bool:
+    """Whether a finding has a code, or names a faster value of a field that the code is about."""
+    by_costs = finding["code"] == "MW-LINT-020" and any(
+        f"plan.{name}=" in finding["fix"] for name in FIELDS.get(code, ())
+    )
+    return finding["code"] == code or by_costs
 
 
 def misspelt(name: str, rng: random.Random) -> str:

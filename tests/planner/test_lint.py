@@ -11,9 +11,11 @@ import pytest
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.planner.advice.alternatives import data_parallel, moved, orders, settings
+from meshwright.planner.advice.alternatives import data_parallel, moved, orders, settings, step
+from meshwright.planner.advice.changes import first_changes
 from meshwright.planner.advice.lint import check as lint
 from meshwright.planner.advice.lint.check import padded
+from meshwright.planner.advice.lint.faster import surely_slower
 from meshwright.predict.estimate import Estimate, estimate
 
 
@@ -251,3 +253,29 @@ def test_tensor_parallelism_spread_by_the_axis_order_is_found() -> None:
     assert (f.cost_s or 0) > 0
     assert f.fixed is not None
     assert f.fixed.tp == 1 or (f.fixed.tp <= 8 and (f.fixed.order or ("tp",))[0] == "tp")
+
+
+def test_a_faster_value_is_found_without_a_rule_for_it() -> None:
+    """Tensor parallelism without sequence parallelism repeats norms, and holds their outputs on each rank (Korthikanti et al. 2022)."""
+    c = config("llama2-13b", "dgx-h100", 8, 128, 2048, tp=8, sp=False, microbatch=8)
+    found = {f.code: f for f in lint.check(c)}
+    assert found["MW-LINT-020"].severity == "warning"
+    saved = step(estimate(c)) - step(estimate(overridden(c, found["MW-LINT-020"].fix)))
+    assert saved == pytest.approx(found["MW-LINT-020"].saves_s)
+    assert saved > 0.1 * step(estimate(c))
+    assert "MW-LINT-020" not in {f.code for f in lint.check(c, changes=())}
+    first = first_changes(c)[0].fields[0][0]
+    others = [f for f in lint.check(c, without=(first,)) if f.code == "MW-LINT-020"]
+    assert all(f.fix != found["MW-LINT-020"].fix for f in others)
+
+
+def test_host_time_alone_makes_no_value_faster() -> None:
+    """Except by a larger micro-batch: other changes may only move the kernels that the host issues."""
+    c = config("llama3.2-1b", "dgx-h100", 8, 64, 512, shard=8, zero=1)
+    now = estimate(c)
+    waiting = now.prediction.exposed_s.get("host", 0.0) + step(now)
+    idle = {**now.prediction.exposed_s, "host": waiting}
+    slow = replace(now, prediction=replace(now.prediction, exposed_s=idle, step_time_s=2 * step(now)))
+    same, larger = (replace(now, config=c.but(plan=c.plan.but(microbatch=m))) for m in (c.plan.microbatch, 2))
+    assert not surely_slower(slow, same)
+    assert surely_slower(slow, larger)

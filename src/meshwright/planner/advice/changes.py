@@ -19,7 +19,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.legality import Case, legal
 from meshwright.describe.legality.choices import Choice, choices, free_values, shown
 from meshwright.describe.plan import Plan
-from meshwright.describe.result import GIB, values_of
+from meshwright.describe.result import GIB, USABLE_MEMORY, values_of
 from meshwright.errors import MeshwrightError
 from meshwright.lower.step import step_program
 from meshwright.planner.advice.alternatives import changed, settings
@@ -75,18 +75,26 @@ def single_changes(config: Config, framework: bool = True) -> dict[str, list[Cha
 
 
 def first_changes(config: Config, most: int = 5) -> list[Change]:
-    """The changes that fit and save most, the best first and one for each field; where the plan itself does not fit, those that cost least."""
+    """The changes that save most, the best first and one for each field; where the plan itself does not fit, those that cost least.
+
+    They leave 5% of the memory free, as the search demands of its winner, or as much as the plan does."""
     now, *singles = priced(config, [Change((), plan=config.plan), *candidates(config, config.plan)])
-    fitting = [change for change in singles if change.fits]
+    limit = config.cluster.accelerator.memory / GIB
+    room = max(USABLE_MEMORY * limit, now.memory_gib or 0.0) if now.fits else limit
+
+    def has_room(change: Change) -> bool:
+        return change.fits and (change.memory_gib or 0.0) <= room
+
+    fitting = [change for change in singles if has_room(change)]
     target = max((change.saved for change in fitting), default=0.0) if now.fits else -math.inf
-    too_large = sorted((c for c in singles if c.plan and not c.fits and c.saved > target), key=lambda c: -c.saved)
+    too_large = sorted((c for c in singles if c.plan and not has_room(c) and c.saved > target), key=lambda c: -c.saved)
     drafts = [
         replace(second, fields=first.fields + second.fields)
         for first in too_large[:MOST_FIRST]
         for second in candidates(config, first.plan)
         if second.plan and second.fields[0][0] != first.fields[0][0]
     ]
-    pairs = [c for c in priced(config, drafts) if c.fits and c.saved > target + WORTH * (now.step_time_s or 0.0)]
+    pairs = [c for c in priced(config, drafts) if has_room(c) and c.saved > target + WORTH * (now.step_time_s or 0.0)]
     useful = [c for c in (*fitting, *pairs) if c.saved > SHOWN * (now.step_time_s or 0.0) or not now.fits]
     best: dict[tuple[str, ...], Change] = {}
     for change in sorted(useful, key=lambda c: (-c.saved, len(c.fields))):
