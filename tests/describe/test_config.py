@@ -371,8 +371,8 @@ def test_the_error_for_a_missing_file_suggests_similar_names(base) -> None:
         ("[cluster]\nextends = 'laptop'\nlevels = [3]", "MW-CONF-003"),
         ('[cluster]\naccelerator = "h1000"', "MW-CAT-002"),
         ('model = "llama3-70b/../x"', "MW-CAT-002"),
-        ('model = "none.json"', "MW-HF-001"),
-        ('model = "a\\u0000b.json"', "MW-HF-001"),
+        ('model = "none.json"', "MW-CONF-004"),
+        ('model = "a\\u0000b.json"', "MW-CONF-004"),
     ],
 )
 def test_malformed_files(tmp_path, text, code) -> None:

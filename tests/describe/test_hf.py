@@ -533,7 +533,7 @@ def test_another_spelling_of_a_family_is_mended():
         (b"[1, 2]", "MW-HF-003"),
         (b'{"model_type": "llama", "hidden_size": NaN}', "MW-HF-003"),
         (b'{"hidden_size": -Infinity}', "MW-HF-003"),
-        (b"\xff\xfe\x00", "MW-HF-003"),
+        (b"\xff\xfe\x00", "MW-CONF-006"),
         (b"[" * 100_000, "MW-HF-003"),
         (b'{"a": ' + b"9" * 6000 + b"}", "MW-HF-003"),
         (b"", "MW-HF-003"),
@@ -555,7 +555,7 @@ def test_a_huge_file_is_refused_unread(tmp_path):
         file.truncate(100 * 2**20)
     with pytest.raises(MeshwrightError) as caught:
         hf.read(path)
-    assert caught.value.code == "MW-HF-002"
+    assert caught.value.code == "MW-CONF-005"
 
 
 @pytest.mark.parametrize("path", ["no/such/config.json", "", "\0", ".", "/dev/null", "x" * 5000])
@@ -563,7 +563,7 @@ def test_paths_that_hold_no_config(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MeshwrightError) as caught:
         hf.read(path)
-    assert caught.value.code == "MW-HF-001"
+    assert caught.value.code == "MW-CONF-004"
 
 
 def test_names(tmp_path):

@@ -6,13 +6,14 @@ function read and that are not known to be harmless.
 """
 
 import json
+import os
 import re
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from meshwright.describe.base import MOST
+from meshwright.describe.files import read_text
 from meshwright.errors import MeshwrightError, kind_of
 from meshwright.units import Json
 
@@ -238,24 +239,8 @@ def shown(value: object) -> str:
 
 
 def load(path: str | Path) -> Json:
-    try:
-        place = Path(path)
-        place = place / "config.json" if place.is_dir() else place
-        facts = place.stat()
-        if not stat.S_ISREG(facts.st_mode):
-            raise MeshwrightError("MW-HF-001", f"{str(path)[:200]} is not a regular file")
-        if facts.st_size > MOST_BYTES:
-            what = f"{str(path)[:200]} has {facts.st_size:,} bytes"
-            why = "The config of a model is small"
-            raise MeshwrightError("MW-HF-002", what, why=why, valid=[f"at most {MOST_BYTES:,}"])
-        with place.open("rb") as file:
-            raw = file.read(MOST_BYTES)
-    except MeshwrightError:
-        raise
-    except (OSError, ValueError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise MeshwrightError("MW-HF-001", f"{str(path)[:200]!r} cannot be read", why=reason) from None
-    return parse(raw)
+    """The content of a config.json, or of that of a folder."""
+    return parse(read_text(Path(path) / "config.json" if os.path.isdir(path) else path, MOST_BYTES).encode())
 
 
 def parse(raw: bytes) -> Json:

@@ -9,7 +9,6 @@ runs, with equal weight per source.
 
 from dataclasses import dataclass, replace
 
-from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import GIB, GROUPED_PARTS, MEMORY_BAND, Prediction, part_name
 from meshwright.planner.advice.guides.textbook import differences
@@ -161,11 +160,6 @@ def worst_case_choice(best: Candidate, fastest: Candidate) -> str:
         return ""
     ahead, rival = best.time / fastest.time - 1, f"{format_seconds(fastest.time, 4)}, {fastest.plan.title()}"
     return f"{100 * ahead:.1f}% slower than the fastest ({rival}) if the model is right"
-
-
-def pieces(model: Model) -> str:
-    """The unit of the batch."""
-    return "sequences" if model.kind == "transformer" else "samples"
 
 
 def bound(p: Prediction) -> str:

@@ -14,8 +14,7 @@ Then the leaves under a value are all different, and it is enough to *count* the
 are such programs. Otherwise (two partners that both add the same pair) the check computes the sets of contributions as
 bit sets, and requires that the two operands of a reduction are disjoint.
 
-A program in this form cannot deadlock (see `program`). Lists written by hand for each rank can: `lists.assemble`
-aligns their steps or raises an error. The Python loop runs over steps and uses numpy for all moves of a step: a
+A program in this form cannot deadlock (see `program`). The Python loop runs over steps and uses numpy for all moves of a step: a
 1,024-rank ring with two million moves takes a few tenths of a second.
 """
 

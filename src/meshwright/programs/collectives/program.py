@@ -11,8 +11,7 @@ add) where it is the target. A move from a rank to itself is a *copy* from one c
 
 - Step numbers are common to all ranks, and a send has the same step number as its receive. A rank starts a step when it
   has completed its previous one. So a program **cannot deadlock**: the ranks at the lowest unfinished step wait only
-  for each other, and each of their sends has its receive in that step. (Lists written by hand for each rank can
-  deadlock: `lists.assemble` detects it when it aligns their steps.)
+  for each other, and each of their sends has its receive in that step.
 - Within a step all sends read the values before the step. All data from one rank to another in one step is one message.
 - Received data replaces the content of the slot, or with `reduce` is added to it.
 

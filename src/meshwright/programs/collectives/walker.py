@@ -39,7 +39,6 @@ class Walk:
     messages: Messages
     start: Array  # of each message: both ranks have entered its step
     end: Array  # of each message: its last byte has arrived
-    step_start: Array  # of each step: its first message starts
     step_end: Array  # of each step: its last message has arrived and is added
     sent: Array  # bytes sent by each rank
     bytes_by_port: dict[tuple[Any, ...], float]
@@ -69,12 +68,12 @@ def walk(
         start, end, done = rounds(sent, via, program.endpoints)
     else:
         start, end, done = play(sent, via, private, program.endpoints)
-    step_start, step_end = by_step(sent, start, done)
+    step_end = ends_of_steps(sent, done)
     bytes_sent = np.bincount(
         sent.source, weights=sent.bytes * (sent.source != sent.target), minlength=program.endpoints
     )
     makespan = float(step_end.max(initial=0.0))
-    return Walk(makespan, sent, start, end, step_start, step_end, bytes_sent[: program.ranks], bytes_by_port(sent, via))
+    return Walk(makespan, sent, start, end, step_end, bytes_sent[: program.ranks], bytes_by_port(sent, via))
 
 
 def rounds(sent: Messages, via: LinkRoutes, ranks: int) -> tuple[Array, Array, Array]:
@@ -101,13 +100,10 @@ def one_sum_a_step(sent: Messages) -> bool:
     return np.count_nonzero(visited) == len(adds)
 
 
-def by_step(sent: Messages, start: Array, done: Array) -> tuple[Array, Array]:
-    """Return the first start and the last end of each step's messages; 0 and 0 for a step without messages."""
-    first = np.full(len(sent.bounds) - 1, np.inf)
+def ends_of_steps(sent: Messages, done: Array) -> Array:
+    """The last end of each step's messages; 0 for a step without messages."""
     last = np.zeros(len(sent.bounds) - 1)
     filled = np.flatnonzero(sent.bounds[1:] > sent.bounds[:-1])
     if len(filled):
-        first[filled] = np.minimum.reduceat(start, sent.bounds[filled])
         last[filled] = np.maximum.reduceat(done, sent.bounds[filled])
-    first[~np.isfinite(first)] = 0.0
-    return first, last
+    return last
