@@ -32,6 +32,10 @@ class Schedule:
     in_rounds: bool = False  # takes micro-batches in rounds of pp, as Megatron's interleaved 1F1B
     splits_in_pairs: bool = False  # splits only the backwards that are not paired with a forward, as DualPipeV
     uneven_ranks: bool = False  # ranks hold different numbers of activations
+    counts_blocking: bool = (
+        False  # `paths` counts transfers that block both ranks; else each action takes a transfer longer
+    )
+    delays_all_turns: bool = False  # looped ranks wait for the longest stage in nearly all turns, not in one round
     unusualness: int = 11  # smaller: more usual, preferred among plans that are equally fast
     costed_as: str = ""  # the schedule whose closed forms stand for this one
     aliases: tuple[str, ...] = ()
@@ -50,12 +54,13 @@ class Schedule:
 
 SCHEDULES: Registry[Schedule] = Registry(
     "pipeline schedule",
-    Schedule("naive", "one micro-batch at a time through all stages and back", unusualness=3),
-    Schedule("gpipe", "all forwards, then all backwards", unusualness=1),
+    Schedule("naive", "one micro-batch at a time through all stages and back", counts_blocking=True, unusualness=3),
+    Schedule("gpipe", "all forwards, then all backwards", counts_blocking=True, unusualness=1),
     Schedule(
         "1f1b",
         "one forward, one backward in turn: GPipe's bubble, P micro-batches in flight instead of M",
         uneven_ranks=True,
+        counts_blocking=True,
         unusualness=0,
     ),
     Schedule(
@@ -71,6 +76,7 @@ SCHEDULES: Registry[Schedule] = Registry(
         "looped-bfs",
         "V stages per rank, all micro-batches through one stage before the next",
         *(2, 1, 1024),
+        delays_all_turns=True,
         unusualness=4,
         aliases=("bfs", "breadth-first"),
     ),

@@ -89,7 +89,7 @@ def stages_per_rank(p: Case) -> Reading:
     name = p.word("schedule")
     about, least, most = SCHEDULES[name].about, SCHEDULES[name].least_virtual, SCHEDULES[name].most_virtual
     takes = f"{least}" if least == most else f"{least} to {most}"
-    looped = [{"plan.schedule": s} for s in ("interleaved", "looped-bfs")] if most == 1 else []
+    looped = [{"plan.schedule": s} for s in virtual_schedules()[:2]] if most == 1 else []
     one_stage = [{"plan.schedule": "1f1b"}] if p.virtual == 1 else []
     yield Problem(
         f"schedule {name} takes virtual={takes} stages per rank, not virtual={p.virtual}",

@@ -34,7 +34,9 @@ from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower.program import Column, StageBlocks
 from meshwright.planner.search.space import Space
 
-NAIVE, GPIPE, BREADTH_FIRST = (SCHEDULES.names.index(name) for name in ("naive", "gpipe", "looped-bfs"))
+NAIVE, GPIPE = (
+    SCHEDULES.names.index(name) for name in ("naive", "gpipe")
+)  # whose share of the closed form was fitted apart
 
 
 def of(space: Space, cost: StepCost) -> PlanArrays:
@@ -71,7 +73,8 @@ def interval(space: Space, rows: PlanArrays) -> PlanArrays:
 def delayed_share(rows: PlanArrays) -> np.ndarray:
     """The share of turns in which looped ranks wait for the longest stage."""
     rounds = rows.m / rows.pp
-    return np.where(rows.schedule == BREADTH_FIRST, 0.9 * (rounds >= 1), np.minimum(1.0, 0.7 / rounds))
+    all_turns = SCHEDULES.column("delays_all_turns")[rows.schedule]
+    return np.where(all_turns, 0.9 * (rounds >= 1), np.minimum(1.0, 0.7 / rounds))
 
 
 def closed_form_share(rows: PlanArrays) -> np.ndarray:

@@ -55,7 +55,7 @@ def makespan(
     """Seconds from the first action to the last on equal stages; for full backwards only input + weight counts."""
     schedule = costed_as(schedule)
     f, i, w, t = (np.asarray(x, float) for x in (forward, input, weight, p2p))
-    if not overlap and schedule not in ("naive", "gpipe", "1f1b"):
+    if not overlap and not SCHEDULES[schedule].counts_blocking:
         several = np.where(np.asarray(ranks) > 1, t, 0.0)
         f, i, w, t = f + several, i + several, w + several * SCHEDULES[schedule].splits, np.zeros_like(t)
     p, m, v = (np.asarray(x) for x in (ranks, microbatches, virtual))
