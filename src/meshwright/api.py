@@ -139,9 +139,8 @@ def verify(
         if whole:
             why = "your module has no run file with data, evaluations and checkpoints"
             raise MeshwrightError("MW-VERIFY-002", f"whole has no effect here: {why}", fix="leave it out")
-        own = {"example": example, "loss": loss, "table": table, "settings": list(set)}
-        options: dict[str, Any] = {"layers": layers, "batch_first": batch_first, "reduction": reduction, "check": check}
-        return prove_module(source, plan, **own, **options, **common)
+        own = {"example": example, "loss": loss, "table": table, "layers": layers, "batch_first": batch_first}
+        return prove_module(source, plan, set, **own, reduction=reduction, check=check, **common)
     config = load(source, set=[*set, *difference_settings(allow_differences)])
     return (prove_whole if whole else prove)(config, **common)
 

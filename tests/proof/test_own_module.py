@@ -302,6 +302,10 @@ def test_what_another_process_cannot_import_is_refused_before_any_starts():
         proof_of(Net, None)
     with pytest.raises(MeshwrightError, match=r"'--set model\.layers=2' has no effect"):
         proof_of(Net, {"replicate": 2}, settings=["model.layers=2"])
+    for lossy in ({"compression": "top-k"}, {"comm_dtype": "bf16"}, {"param_dtype": "fp8"}):
+        ((name, value),) = lossy.items()
+        with pytest.raises(MeshwrightError, match=rf"MW-VERIFY-002: plan\.{name}={value} cannot be proved"):
+            proof_of(Net, {"replicate": 2, **lossy})
     assert code.load(code.sendable(partial(loss, targets=1), "loss")).keywords == {"targets": 1}
     assert code.load(code.sendable(functional.cross_entropy, "loss")) is functional.cross_entropy
 

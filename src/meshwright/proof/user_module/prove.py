@@ -11,6 +11,7 @@ did not write has no step program.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,44 +28,40 @@ from meshwright.proof.tolerance import Tolerance
 from meshwright.proof.user_module.code import Named, named, sendable
 from meshwright.proof.user_module.job import FACTORY, ModuleJob, Reference
 from meshwright.training.launch import local
+from meshwright.units import Json
 
 HERE = "meshwright.proof.user_module.step"
 
 
 def prove_module(
     make: Any,
-    plan: Plan | dict[str, Any] | str | Path | None,
+    plan: Plan | Json | str | Path | None,
+    settings: Sequence[str] = (),
     *,
     example: Any = None,
     loss: Any = None,
     table: Any = None,
-    layers: str | None = None,
-    batch_first: bool | None = None,
-    reduction: str = "mean",
-    check: bool = True,
     ranks: int = 8,
-    steps: int = 5,
-    seed: int = 0,
     device: str = "cpu",
     backend: str = "auto",
-    settings: list[str] | None = None,
+    **options: Any,
 ) -> Proof:
-    """Raise for what cannot be tried; a plan that trains another model than one device returns a failed proof.
+    """Raise for what cannot be tried; a plan that trains another model than one device returns a failed proof. `options` are the last fields of
+    `ModuleJob`.
 
     Of a factory in a file, `example`, `loss` and `table` are those that the file defines under these names, unless they are given.
     """
     started = time.perf_counter()
-    whole = plan_of(plan, settings or [])
+    whole = plan_of(plan, settings)
     if hasattr(make, "named_parameters") and not isinstance(make, type):
         what = f"{type(make).__name__} is a module, not a function that makes one"
         raise MeshwrightError("MW-VERIFY-004", what, why="Ranks are new processes: each makes its own", fix=FACTORY)
     factory = named(make) if isinstance(make, str) else sendable(make, "make")
     place = factory.source if isinstance(make, str) else ""
     words = {"example": example, "loss": loss, "table": table}
-    values: dict[str, Any] = {word: value_of(value, word, place) for word, value in words.items()}
+    values: Json = {word: value_of(value, word, place) for word, value in words.items()}
     title = str(factory) if isinstance(factory, Named) else type(make).__name__
-    options: dict[str, Any] = {"layers": layers, "batch_first": batch_first, "reduction": reduction, "check": check}
-    job = ModuleJob(title.partition(" ")[0], factory, **values, plan=whole, **options, steps=steps, seed=seed)
+    job = ModuleJob(title.partition(" ")[0], factory, **values, plan=whole, **options)
     one = run("record_one_device", replace(job, plan=Plan()), device, backend)[0]
     proof = Proof(f"{title}: {whole.title()}", [])
     for folded in folds(whole, ranks):
@@ -75,7 +72,8 @@ def prove_module(
     return proof
 
 
-def plan_of(plan: Plan | dict[str, Any] | str | Path | None, settings: list[str]) -> Plan:
+def plan_of(plan: Plan | Json | str | Path | None, settings: Sequence[str]) -> Plan:
+    """The plan of a proof; raises if one device cannot repeat what its ranks compute."""
     if plan is None:
         raise MeshwrightError(
             "MW-VERIFY-002",
@@ -93,7 +91,17 @@ def plan_of(plan: Plan | dict[str, Any] | str | Path | None, settings: list[str]
             )
     if isinstance(plan, Plan):
         plan = {name: getattr(plan, name) for name in plan.model_fields_set}
-    return load_plan(plan, settings)
+    whole = load_plan(plan, settings)
+    sent = "compression" if whole.compression != "none" else "comm_dtype"
+    for name, value, lossy in ((sent, whole.wire, whole.lossy), ("param_dtype", "fp8", whole.param_dtype == "fp8")):
+        if lossy:
+            raise MeshwrightError(
+                "MW-VERIFY-002",
+                f"plan.{name}={value} cannot be proved on a module of your own",
+                why="It rounds or drops numbers, and one device repeats that for described models only",
+                fix=f"--set plan.{name}={'none' if name == 'compression' else 'fp32'}",
+            )
+    return whole
 
 
 def value_of(value: Any, word: str, place: str) -> Any:
