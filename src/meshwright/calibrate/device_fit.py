@@ -37,6 +37,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.calibrate.fit import non_negative
 from meshwright.calibrate.points import DevicePoint
 from meshwright.cost.compute import device_time
 from meshwright.describe.catalog import load
@@ -272,18 +273,8 @@ def relative_fit(
 
 
 def nonnegative_fit(columns: np.ndarray, seconds: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """The values ≥ 0 that minimise Σ ((columns · values − seconds) / scale)². A value that would be negative is set to zero and the others
-    are fitted again."""
-    design, right = columns / scale[:, None], seconds / scale
-    used = list(range(columns.shape[1]))
-    while True:
-        values, *_ = np.linalg.lstsq(design[:, used], right, rcond=None)
-        if len(used) == 1 or (values > 0).all():
-            break
-        used.pop(int(np.argmin(values)))
-    coefficients = np.zeros(columns.shape[1])
-    coefficients[used] = np.maximum(values, 0.0)
-    return coefficients
+    """The values ≥ 0 that minimise Σ ((columns · values − seconds) / scale)²."""
+    return non_negative(columns / scale[:, None], np.ones(len(scale)), seconds / scale)
 
 
 BIG = 0.1  # share of the largest work

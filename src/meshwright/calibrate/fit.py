@@ -114,17 +114,17 @@ def huber(error: np.ndarray) -> np.ndarray:
     return np.minimum(1.0, bound / np.maximum(error, LEAST_SCALE))
 
 
-def non_negative(columns: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Weighted least squares of columns·c ≈ 1 with c ≥ 0: the best over all sets of columns that give no negative coefficient."""
+def non_negative(columns: np.ndarray, weights: np.ndarray, right: np.ndarray | float = 1.0) -> np.ndarray:
+    """Weighted least squares of columns·c ≈ right with c ≥ 0: the best over all sets of columns that give no negative coefficient."""
     count = columns.shape[1]
     best, least = np.zeros(count), np.inf
     root = np.sqrt(weights)
     for size in range(count, 0, -1):
         for chosen in map(list, combinations(range(count), size)):
-            solved, *_ = np.linalg.lstsq(columns[:, chosen] * root[:, None], root, rcond=None)
+            solved, *_ = np.linalg.lstsq(columns[:, chosen] * root[:, None], root * right, rcond=None)
             if (solved < 0).any():
                 continue
-            error = float(np.sum(weights * (columns[:, chosen] @ solved - 1) ** 2))
+            error = float(np.sum(weights * (columns[:, chosen] @ solved - right) ** 2))
             if error < least:
                 best, least = np.zeros(count), error
                 best[chosen] = solved

@@ -42,21 +42,18 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.describe.config import Config
-from meshwright.describe.layout import Layout
 from meshwright.describe.run_folder import CHECKPOINTS
-from meshwright.models.router import Router, Routing
 from meshwright.parallel import apply as strategies
-from meshwright.parallel.expert.dispatch import ExpertDispatch, ParallelPlacement
+from meshwright.parallel.expert.dispatch import ExpertDispatch
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.precision import DTYPES, at_least_single
 from meshwright.training.checkpoint.folder import check_room
-from meshwright.training.data.samples import RandomSamples
-from meshwright.training.fake_group import fake_group, replaced
+from meshwright.training.fake_group import balanced_routing, fake_group, replaced
 from meshwright.training.folder import check_unused
 from meshwright.training.job import TrainingJob
 from meshwright.training.launch.join import Meeting
 from meshwright.training.launch.rank import placement
-from meshwright.training.loop import Trainer
+from meshwright.training.measure.one_rank import make_trainer, ranks_of_stages
 from meshwright.training.run import check_world, make_job
 from meshwright.units import format_bytes
 
@@ -73,30 +70,15 @@ class Counts(np.ndarray):
         return super().view(*shape) if isinstance(shape[0], type) else self.reshape(shape)
 
 
-@contextmanager
-def balanced_routing() -> Iterator[None]:
-    """While active, routers choose every expert equally often."""
-    route = Router.forward
+def rows_by_expert(dispatch: ExpertDispatch, device: torch.device) -> Tensor:
+    return torch.arange(int(dispatch.incoming.sum()), device=device)
 
-    def forward(router: Router, x_TH: Tensor, tokens: Any) -> Routing:
-        routing = route(router, x_TH, tokens)
-        counts: Any = Counts.balanced(len(routing.token_R), router.experts)
-        return replace(routing, counts_E=counts)
 
-    def exchange_counts(placement: ParallelPlacement, outgoing: Any) -> Any:
-        """Every rank sends what this one sends to its own place in the group."""
-        ranks, mine = placement.mesh.size("expert_tp"), placement.mesh.index("ep")
-        return np.broadcast_to(outgoing[mine], (ranks, placement.ep_size, outgoing.shape[1])).view(Counts)
-
-    def rows_by_expert(dispatch: ExpertDispatch, device: torch.device) -> Tensor:
-        return torch.arange(int(dispatch.incoming.sum()), device=device)
-
-    with replaced(
-        (Router, "forward", forward),
-        (ParallelPlacement, "exchange_counts", exchange_counts),
-        (ExpertDispatch, "_by_expert", rows_by_expert),
-    ):
-        yield
+BALANCED = (
+    lambda routing, experts: Counts.balanced(len(routing.token_R), experts),
+    lambda row, shape: np.broadcast_to(row, shape).view(Counts),
+    (ExpertDispatch, "_by_expert", rows_by_expert),
+)
 
 
 def dry_run(
@@ -142,8 +124,7 @@ def checkpoint_bytes(config: Config) -> int:
 
 def fake_step(config: Config) -> str:
     """Run one step of a rank of each pipeline stage with fake tensors; what was run, in one line."""
-    began, layout = time.monotonic(), Layout(config.plan, config.plan.order or config.stack.order)
-    ranks = sorted({int(rank) for rank in layout.groups("pp")[0]}) if config.plan.pp > 1 else [0]
+    began, ranks = time.monotonic(), ranks_of_stages(config)
     for rank in ranks:
         try:
             run_fake_rank(config, rank)
@@ -163,17 +144,11 @@ def run_fake_rank(config: Config, rank: int) -> None:
         built_outside(config),
     ):
         warnings.simplefilter("ignore")  # a fake tensor has no address
-        parallel = strategies.apply(
-            config.model,
-            plan,
-            workload,
-            rank,
-            dtype=DTYPES[plan.param_dtype],
-            order=plan.order or config.stack.order,
-            weights=NoWeights(),
-        )
-        trainer = Trainer(parallel, RandomSamples(config.model, config.workload.seq, 0), config.optimizer)
-        with Values(config.model.top_k / config.model.experts if config.model.experts else 1.0), balanced_routing():
+        trainer = make_trainer(replace(config, workload=workload), rank, NoWeights())
+        with (
+            Values(config.model.top_k / config.model.experts if config.model.experts else 1.0),
+            balanced_routing(*BALANCED),
+        ):
             trainer.train_step()
 
 

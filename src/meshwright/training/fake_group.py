@@ -13,13 +13,16 @@ torch 2.13 takes the backend by name. Before, the module that registers it is pr
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed import distributed_c10d
 
+from meshwright.models.router import Router, Routing
 from meshwright.parallel import operators
+from meshwright.parallel.expert.dispatch import ParallelPlacement
 
 PUBLIC_SINCE = (2, 13)
 
@@ -50,6 +53,26 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     finally:
         for change in before:
             setattr(*change)
+
+
+@contextmanager
+def balanced_routing(
+    counts: Callable[[Routing, int], Any], spread: Callable[[Any, tuple[int, ...]], Any], *changes: tuple[Any, str, Any]
+) -> Iterator[None]:
+    """Inside the `with` block routers report equal numbers of tokens for all experts, `counts(routing, experts)`, and every rank sends what this one
+    sends to its own place in the group, a row that `spread` repeats to a shape."""
+    route = Router.forward
+
+    def forward(router: Router, x_TH: Tensor, tokens: Any) -> Routing:
+        routing = route(router, x_TH, tokens)
+        return replace(routing, counts_E=counts(routing, router.experts))
+
+    def exchange_counts(placement: ParallelPlacement, outgoing: Any) -> Any:
+        shape = placement.mesh.size("expert_tp"), placement.ep_size, outgoing.shape[1]
+        return spread(outgoing[placement.mesh.index("ep")], shape)
+
+    with replaced((Router, "forward", forward), (ParallelPlacement, "exchange_counts", exchange_counts), *changes):
+        yield
 
 
 @contextmanager

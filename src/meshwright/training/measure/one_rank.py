@@ -34,13 +34,13 @@ from meshwright.describe.config import Config
 from meshwright.describe.layout import Layout
 from meshwright.describe.result import GIB
 from meshwright.errors import MeshwrightError
-from meshwright.models.router import Router, Routing
+from meshwright.models.initialise import Weights
+from meshwright.models.router import Routing
 from meshwright.parallel.apply import apply
-from meshwright.parallel.expert.dispatch import ParallelPlacement
 from meshwright.parallel.numerics.precision import DTYPES
 from meshwright.predict.one_rank import RankMeasurement, measured_config
 from meshwright.training.data.samples import RandomSamples
-from meshwright.training.fake_group import fake_group, filled_receives, replaced
+from meshwright.training.fake_group import balanced_routing, fake_group, filled_receives
 from meshwright.training.hooks import Hook, StepRecord
 from meshwright.training.loop import Trainer
 from meshwright.training.measure import timeline
@@ -90,9 +90,14 @@ def one_rank(config: Config, rank: int, device: str) -> Iterator[Trainer]:
     """Inside the `with` block this process is rank `rank` of the plan, with a trainer whose collectives send nothing."""
     free_device(device)  # what an earlier rank has left
     try:
-        with fake_group(rank, config.plan.world), filled_receives(), balanced_routing(), warnings.catch_warnings():
+        with (
+            fake_group(rank, config.plan.world),
+            filled_receives(),
+            balanced_routing(equal_counts, spread),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
-            trainer = make_trainer(measured_config(config), rank, device)
+            trainer = make_trainer(measured_config(config), rank, DeviceWeights(device), device)
             try:
                 yield trainer
             finally:
@@ -107,8 +112,8 @@ def one_rank(config: Config, rank: int, device: str) -> Iterator[Trainer]:
         ) from None
 
 
-def make_trainer(config: Config, rank: int, device: str) -> Trainer:
-    """The trainer of one rank, with weights that are drawn on the device."""
+def make_trainer(config: Config, rank: int, weights: Weights, device: str = "cpu") -> Trainer:
+    """The trainer of one rank."""
     parallel = apply(
         config.model,
         config.plan,
@@ -116,7 +121,7 @@ def make_trainer(config: Config, rank: int, device: str) -> Trainer:
         rank,
         device=device,
         dtype=DTYPES[config.plan.param_dtype],
-        weights=DeviceWeights(device),
+        weights=weights,
         order=config.plan.order or config.stack.order,
         compile=config.run.compile,
     )
@@ -253,22 +258,13 @@ def blocks(trainer: Trainer) -> dict[str, float]:
     return found
 
 
-@contextmanager
-def balanced_routing() -> Iterator[None]:
-    """While active, routers report that every expert was chosen equally often; the counts stay on the device."""
-    route = Router.forward
+def equal_counts(routing: Routing, experts: int) -> Tensor:
+    """As many tokens for each expert; the counts stay on the device."""
+    rows = len(routing.token_R)
+    counts = torch.full_like(routing.counts_E, rows // experts)
+    counts[: rows % experts] += 1
+    return counts
 
-    def forward(router: Router, x_TH: Tensor, tokens: Any) -> Routing:
-        routing = route(router, x_TH, tokens)
-        rows, experts = len(routing.token_R), router.experts
-        counts = torch.full_like(routing.counts_E, rows // experts)
-        counts[: rows % experts] += 1
-        return replace(routing, counts_E=counts)
 
-    def exchange_counts(placement: ParallelPlacement, outgoing: Tensor) -> Tensor:
-        """Every rank sends what this one sends to its own place in the group."""
-        ranks, mine = placement.mesh.size("expert_tp"), placement.mesh.index("ep")
-        return outgoing[mine].expand(ranks, placement.ep_size, -1).contiguous()
-
-    with replaced((Router, "forward", forward), (ParallelPlacement, "exchange_counts", exchange_counts)):
-        yield
+def spread(row: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return row.expand(shape).contiguous()
