@@ -13,6 +13,7 @@ from meshwright.cost.collective import CollectiveTimes, choose
 from meshwright.cost.curve import curves
 from meshwright.cost.group import Group
 from meshwright.describe import catalog
+from meshwright.describe.cluster import Link
 from meshwright.errors import MeshwrightError
 from meshwright.lower.program import Op, sent
 from meshwright.programs.collectives import accepts, build, check, groups_of, walk
@@ -158,6 +159,16 @@ def test_message_time_and_crossover():
     n = link.crossover(1e-6, 1 / 450e9)
     assert n == pytest.approx(450e3)  # 450 kB, 439.5 KiB
     assert link.message_time(n, 1e-6, 1 / 450e9) == pytest.approx(2e-6)
+
+
+def test_regime_names_the_dominant_term():
+    nvlink = Link(name="x", alpha=1e-6, bandwidth=450e9)
+    below, how = link.regime(449e3, nvlink)
+    assert below.startswith("latency")
+    assert how == link.LATENCY_ADVICE
+    above, how = link.regime(451e3, nvlink)
+    assert above.startswith("bandwidth")
+    assert how == link.BANDWIDTH_ADVICE
 
 
 # Prices of a batch of plans

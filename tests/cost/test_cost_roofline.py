@@ -111,8 +111,13 @@ def test_overlapped_step_is_between_the_maximum_and_the_sum(compute, communicati
     assert max(compute, communication) - 1e-12 <= step <= compute + communication + 1e-12
 
 
-def test_a_bucket_is_at_least_n_star():
+def test_buckets():
     assert advice.minimum_bucket(5e-6, 1 / 25e9) == pytest.approx(125e3)
+    count = advice.buckets(1e9, 5e-6, 1 / 25e9, window=1.0)
+    assert count == advice.optimal_chunks(0.04, 5e-6) == 89
+    assert 1e9 / count > advice.minimum_bucket(5e-6, 1 / 25e9)
+    assert advice.buckets(100e3, 5e-6, 1 / 25e9, window=1.0) == 1  # below n*: one bucket
+    assert advice.buckets(1e9, 5e-6, 1 / 25e9, window=0.0) == 1  # nothing to hide behind
 
 
 # Pipelines, ring attention, batches

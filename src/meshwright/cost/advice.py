@@ -43,6 +43,12 @@ def bucket_for(cluster: Cluster, ranks: int | np.ndarray) -> np.ndarray:
     return np.clip(1e6 * np.ceil(BUCKET_MARGIN * least * np.asarray(ranks, float) / 1e6), *BUCKETS)
 
 
+def buckets(total: float, alpha: float, beta: float, window: float) -> int:
+    """Best number of gradient buckets: the last one is never hidden, each costs α, and none is smaller than n*."""
+    most = max(1, int(total * beta / alpha)) if alpha else 1 << 20
+    return max(1, min(optimal_chunks(min(total * beta, window), alpha), most))
+
+
 def overlap_ratio(communication: Array, computation: Array) -> Array:
     """R = T_comm / T_comp; communication can be hidden if R ≤ 1."""
     return communication / computation
