@@ -31,7 +31,7 @@ Part = dict[str, Any]
 
 
 def sheet(title: str, notes: Sequence[str], parts: Iterable[Part]) -> str:
-    data = {"notes": [note for note in notes if note], "parts": list(parts)}
+    data = {"title": title, "notes": [note for note in notes if note], "parts": list(parts)}
     return written_view("sheet", title, data)
 
 

@@ -1,6 +1,6 @@
 // A comparison of two recordings of `check`: the network as a strip of modules with the first difference marked, and what the terminal shows.
 
-import { figure, h, label, legend, panel, rect, svg } from "meshwright/draw.js";
+import { contentWidth, figure, h, label, legend, panel, rect, svg } from "meshwright/draw.js";
 import { read, zone } from "meshwright/dropped.js";
 import * as source from "meshwright/source.js";
 import { parts } from "meshwright/views/sheet.js";
@@ -12,6 +12,7 @@ export const view = {
   title: "Recordings compared",
   short: "Recordings",
   workspace: "runs",
+  ownTitle: !source.live,
   needs: source.live ? [] : ["checked"],
   sentence: "Two recordings of the same steps, on one device and on many: where they first differ, and what its numbers look like.",
   draw(element, data) {
@@ -21,7 +22,7 @@ export const view = {
 
 function comparison(element, data, result) {
   const names = [...new Set((result?.files ?? []).map(({ name }) => name.split("/").at(-3)).filter((name) => name && !/^perturbed-\d/.test(name)))];
-  element.append(h("div", { class: "controls" }, h("h3", null, data.title), names.length === 2 ? h("button", { type: "button", class: "small", onclick: () => read("checked", result.files, names.find((name) => name !== (result.reference || data.reference))) }, "Exchange reference and candidate") : null));
+  element.append(h("div", { class: "controls" }, h("h2", null, data.title), names.length === 2 ? h("button", { type: "button", class: "small", onclick: () => read("checked", result.files, names.find((name) => name !== (result.reference || data.reference))) }, "Exchange reference and candidate") : null));
   if (data.lanes.length) strip(element, data);
   parts(element, data.parts);
 }
@@ -37,9 +38,10 @@ function strip(element, { lanes, modules, first }) {
   const box = panel("The network, module by module", "In the order of computation, from left to right. Point at a cell for its error and its bound."), frame = h("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Modules" });
   element.append(box);
   box.append(frame);
-  const width = LEFT + CELL * modules.length + 24;
+  const width = Math.max(contentWidth(frame), LEFT + CELL * modules.length + 24);
   const chart = figure(frame, { width, height: TOP + LANE * lanes.length + 24, left: LEFT, top: TOP, right: 24, bottom: 24, label: first?.text ?? "No module differs" });
   chart.root.style.maxWidth = "none";
+  if (first) mark(chart, first);
   lanes.forEach(({ name, cells }, i) => {
     label(chart, name, -12, LANE * i + 14, { anchor: "end", size: 11, colour: "quiet" });
     cells.forEach((cell, j) => rect(chart, CELL * j, LANE * i, CELL - 2, LANE - 6, { ...look(cell), round: 2, focus: false, formula: `${modules[j] || "model"}\n${name}: ${cell ? `${cell[0].toExponential(1)}, bound ${cell[1].toExponential(1)}` : "not seen"}` }));
@@ -51,10 +53,13 @@ function strip(element, { lanes, modules, first }) {
     before = CELL * at;
   }
   box.append(legend([{ label: "equal within rounding", colour: "good" }, { label: "differs", colour: "bad" }, { label: "not seen", colour: "bubble", pattern: "hatch" }]));
-  if (!first) return;
-  const x = CELL * first.module + CELL / 2 - 1, y = LANE * first.lane;
-  chart.plot.append(svg("path", { d: `M${x - 5},-12h10l-5,9Z`, fill: "bad" }), svg("path", { d: `M${x},-3V${y}`, stroke: "bad" }));
-  label(chart, first.text, x, -18, { anchor: x > 0.5 * width - LEFT ? "end" : "start", size: 11, weight: 600, colour: "bad" });
+}
+
+/** A triangle above the module where the first difference is, a line to its cell, and what it looks like. */
+function mark(chart, first) {
+  const x = CELL * first.module + CELL / 2 - 1, isLeft = 6.5 * first.text.length > LEFT + x;
+  chart.plot.append(svg("path", { d: `M${x - 5},-12h10l-5,9Z`, fill: "bad" }), svg("path", { d: `M${x},-3V${LANE * first.lane}`, stroke: "bad" }));
+  label(chart, first.text, x, -18, { anchor: isLeft ? "start" : "end", size: 11, weight: 600, colour: "bad" });
 }
 
 /** Where each block of the network begins, and its name: layers.3. */

@@ -9,7 +9,9 @@ export const view = {
   name: "sheet",
   title: "Measurements",
   workspace: "plan",
+  ownTitle: true,
   draw(element, data) {
+    element.append(h("h2", null, data.title));
     for (const note of data.notes) element.append(h("p", { class: "sentence" }, note));
     parts(element, data.parts);
   },
@@ -67,5 +69,5 @@ function ratios({ title, note, ratios: rows }) {
 }
 
 function grid({ title, columns, rows }) {
-  return panel("", "", table(columns.map((column, i) => ({ title: column.name, align: column.right ? "right" : null, value: (row) => row[i] })), rows, { caption: title }));
+  return panel(title, "", table(columns.map((column, i) => ({ title: column.name, align: column.right ? "right" : null, value: (row) => row[i] })), rows, { name: title }));
 }
