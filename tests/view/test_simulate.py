@@ -1,10 +1,12 @@
 """The simulated step: spans of a stream do not overlap, operations fill their actions, and the trace has the trace-event format."""
 
 import itertools
+import json
 from collections import defaultdict
 
 import pytest
 
+from meshwright.cli import main
 from meshwright.cost.walked import walk_step
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
@@ -14,6 +16,7 @@ from meshwright.predict.estimate import estimate
 from meshwright.view.simulate import closing_spans, spans
 from meshwright.view.trace import trace_events
 
+PLAN_FILE = "examples/llama3-70b-64xh100.toml"
 PLANS = [
     Plan(tp=8, sp=True, pp=4, shard=2, zero=1),
     Plan(tp=8, pp=4, virtual=2, schedule="interleaved", replicate=2),
@@ -74,3 +77,13 @@ def test_the_trace_is_in_the_trace_event_format():
             assert isinstance(event["tid"], int)
             assert event["dur"] >= 0
             assert event["ts"] >= 0
+
+
+def test_the_plan_is_given_as_to_estimate(capsys):
+    """As the first argument, or with --plan."""
+    printed = []
+    for words in ((PLAN_FILE,), ("--plan", PLAN_FILE)):
+        with pytest.raises(SystemExit, match="0"):
+            main(["simulate", *words, "--json"])
+        printed.append(json.loads(capsys.readouterr().out))
+    assert printed[0] == printed[1]

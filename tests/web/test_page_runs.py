@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from meshwright.describe.run_folder import EVENTS, RUN, STEP_KEYS, STEPS, json_line
 from meshwright.errors import MeshwrightError
-from meshwright.view.page.runs import MOST_ROWS, RunFolders
+from meshwright.view.page.runs import MOST_ROWS, RunFolders, RunWatch
 from web.running import CLIENT
 
 PLAN = 'model = "tiny-gpt"\n[cluster]\nextends = "dgx-h100"\n[plan]\nshard = 2\nzero = 1\n'
@@ -112,6 +113,54 @@ def test_broken_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(MeshwrightError) as caught:
         RunFolders(tmp_path).run("broken")
     assert caught.value.code == "MW-REP-002"
+
+
+def test_a_watch_says_what_is_new_and_goes_on_where_another_ended(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a b&c")
+    make_run(tmp_path / "other")
+    runs = RunFolders(tmp_path)
+    watch = RunWatch(runs, ["a b&c", "gone"])
+    first = watch.news()
+    assert [name for name, _ in first] == ["runs", "run"]
+    assert len(first[1][1]["rows"]) == 3
+    assert watch.news() == []
+    add_steps(folder, range(3, 5))
+    later = RunWatch(runs, ["a b&c"], watch.seen).news()  # another page, or this one after the server was restarted
+    assert [row[0] for row in later[1][1]["rows"]] == [3, 4]
+    assert [name for name, _ in watch.news()] == ["runs", "run"]
+    (folder / "difference.json").write_text("{")
+    assert watch.news()[-1][1]["error"]["code"] == "MW-REP-002"
+    assert watch.news() == []
+    (folder / "difference.json").write_text("[]")
+    assert watch.news()[-1][1]["parts"] == {"difference": []}
+    for seen in ("x" * 100_000, "a=1&b=2&c=3&d=4", "%ff=%00"):
+        assert len(RunWatch(runs, ["a b&c"], seen).news()[1][1]["rows"]) == 5
+
+
+def test_news_are_streamed_with_an_id_to_go_on_from(server: str, run_folders: Path) -> None:
+    folder = make_run(run_folders / "streamed")
+
+    def events(count: int, **headers: str) -> list[tuple[str, str, Any]]:
+        found = []
+        with CLIENT.stream("GET", f"{server}/api/watch?run=streamed", headers=headers) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            fields: dict[str, str] = {}
+            for line in answer.iter_lines():
+                if line:
+                    fields[line.partition(": ")[0]] = line.partition(": ")[2]
+                    continue
+                found.append((fields["event"], fields["id"], json.loads(fields["data"])))
+                if len(found) == count:
+                    return found
+                if len(found) == 2:
+                    add_steps(folder, range(3, 4))
+        return found
+
+    first = events(4)
+    assert [name for name, _, _ in first] == ["runs", "run", "runs", "run"]
+    assert (len(first[1][2]["rows"]), [row[0] for row in first[3][2]["rows"]]) == (3, [3])
+    again = events(2, **{"Last-Event-ID": first[1][1]})
+    assert [row[0] for row in again[1][2]["rows"]] == [3]
 
 
 def test_over_http(server: str, run_folders: Path) -> None:

@@ -4,7 +4,7 @@ import json
 from typing import Unpack
 
 from meshwright import api
-from meshwright.cli.options import Overrides, described
+from meshwright.cli.options import TrainingOptions, described
 from meshwright.cli.output import writable
 from meshwright.describe.files import write_text
 from meshwright.errors import unknown
@@ -13,12 +13,14 @@ from meshwright.view.tables import show
 
 @described
 def command(
-    plan: str,
+    model: str = "",
+    cluster: str = "",
+    plan: str = "",
     trace: str = "",
     html: str = "",
     detail: str = "",
     as_json: bool = False,
-    **asked: Unpack[Overrides],
+    **asked: Unpack[TrainingOptions],
 ) -> None:
     """Simulate the step of a plan action by action and show it as a timeline per rank."""
     from meshwright.view.simulate import DETAILS, choose_detail, spans
@@ -26,7 +28,7 @@ def command(
     if detail and detail not in DETAILS:
         raise unknown("MW-SIM-001", "detail", detail, DETAILS, "--detail {}")
     writable(trace, html)
-    simulation = api.simulate(plan=plan, **asked)
+    simulation = api.simulate(model, cluster, plan=plan, **asked)
     result, walked = simulation.estimate, simulation.walked
     if trace:
         from meshwright.view.trace import trace_events

@@ -96,7 +96,7 @@ class RunWatch:
     def __init__(self, folders: RunFolders, names: Sequence[str], seen: str = "") -> None:
         self.folders, self.names = folders, names
         self.listed: Json | None = None
-        pairs = parse_qsl(seen, max_num_fields=2 * len(names) + 1) if len(seen) < LONGEST_SEEN else []
+        pairs = parse_qsl(seen) if len(seen) < LONGEST_SEEN else []
         self.positions = {name: position for name, position in pairs if name in names}
         self.states: dict[str, str] = {}
 
