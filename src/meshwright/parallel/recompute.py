@@ -93,6 +93,14 @@ def recomputation_differs(how: str) -> MeshwrightError:
     )
 
 
+def storage_address(tensor: Tensor) -> int:
+    """What tensors of one storage share: its address. A subclass that wraps other tensors, as gathers in fp8 make, has no memory: its identity."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return id(tensor)
+
+
 class _Call:
     """One call of a function that backward will recompute."""
 
@@ -116,10 +124,10 @@ class _Call:
     def weights(self) -> set[int]:
         """The storages of the module's parameters, of which nothing is recomputed. Two compiled graphs of one function, that of the forward and
         that of its rerun, may save them at other places among the activations."""
-        return {p.untyped_storage().data_ptr() for p in self.module.parameters()} if self.module is not None else set()
+        return {storage_address(p) for p in self.module.parameters()} if self.module is not None else set()
 
     def pack(self, tensor: Tensor) -> _Handle | Tensor:
-        if tensor.untyped_storage().data_ptr() in self.own:
+        if storage_address(tensor) in self.own:
             return tensor
         handle = _Handle(tensor)
         self.handles.append(weakref.ref(handle))
@@ -151,7 +159,7 @@ class _Call:
         own = self.weights()
 
         def collect(tensor: Tensor) -> None:
-            if tensor.untyped_storage().data_ptr() in own:
+            if storage_address(tensor) in own:
                 return
             number, handle = next(handles)
             if handle is not None and handle.kind != (tensor.shape, tensor.dtype):
