@@ -284,12 +284,28 @@ def test_between_stages_needs_two_messages_per_micro_batch(subjects):
     assert VIEWS["stages"].data(subjects["single"])["bandwidth"] is None
 
 
-def test_a_second_plan_shares_the_search(subjects):
-    subject = subjects["dense"]
-    second = subject.with_plan(subject.plan.but(tp=2, shard=8))
-    assert second.result is subject.result
-    assert second.estimate.plan.tp == 2
-    assert VIEWS["heatmap"].data(second)["mine"]["tp"] == 2
+def test_the_verdict_names_the_largest_avoidable_part(subjects):
+    from meshwright.view.page import verdict
+
+    e = subjects["dense"].estimate
+    parts = {name: e.prediction.exposed_s.get(name, 0.0) for name in verdict.AVOIDABLE}
+    largest = max(parts.values()) / e.prediction.step_time_s
+    words = verdict.sentence(e)
+    assert f"({largest:.0%})" in words if largest >= verdict.SMALL else "Bound by compute" in words
+    config = subjects["dense"].config
+    over = Subject(config.but(workload=config.workload.but(seq=1024 * config.workload.seq))).estimate
+    assert not over.prediction.fits
+    assert "over the limit on stage 0, where activations take" in verdict.headline(over)
+    assert "targets" not in verdict.headline(over) + verdict.sentence(over)
+
+
+def test_what_to_change_first_names_what_follows(subjects):
+    from meshwright.view.page import advice
+
+    for change in advice.data(subjects["dense"])["first"]:
+        chosen = change["title"].split(" and ")
+        follows = [part for part in change["follows"].split(", ") if part]
+        assert len(change["set"]) == len(chosen) + len(follows)
 
 
 def test_a_written_file_has_the_view_at_which_it_opens(subjects):

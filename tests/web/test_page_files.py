@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from web.browser import fragment, shows, until
+from meshwright.describe.config import load
+from web.browser import fragment, settled, shows, until
 
 Open = Callable[..., Any]
 SMALL = fragment(model="tiny", cluster={"extends": "dgx-h100", "gpus": 8}, workload__batch=64, workload__seq=1024,
@@ -18,18 +19,75 @@ LLAMA = {
 }  # fmt: skip
 
 
-def test_a_dropped_model_and_a_calibrated_cluster_become_inputs(server: str, open_page: Open, tmp_path: Path) -> None:
+def opened(page: Any, file: Path, text: str) -> None:
+    """Open a file with the one button for files."""
+    file.write_text(text, "utf-8")
+    page.locator("#inputs input[type=file]").set_input_files(file)
+
+
+def test_opened_files_become_inputs_and_can_be_undone(server: str, open_page: Open, tmp_path: Path) -> None:
     page = open_page(server + "/" + SMALL, refused=True)
-    model, cluster = tmp_path / "my-llama.json", tmp_path / "cluster.toml"
-    model.write_text(json.dumps(LLAMA), "utf-8")
-    cluster.write_text('[cluster]\nextends = "dgx-a100"\ngpus = 16\nprice = 2.5\n', "utf-8")
-    page.locator("input[type=file]").nth(0).set_input_files(model)
+    opened(page, tmp_path / "my-llama.json", json.dumps(LLAMA))
     shows(page, "my-llama")
-    page.locator("input[type=file]").nth(1).set_input_files(cluster)
+    shows(page, "Hugging Face model. Changed: model", "#inputs .notice")
+    page.get_by_role("button", name="Undo").click()
+    shows(page, "tiny")
+    opened(page, tmp_path / "cluster.toml", '[cluster]\nextends = "dgx-a100"\ngpus = 16\nprice = 2.5\n')
     shows(page, "on 16 × a100")
-    cluster.write_text("[cluster]\nprice = \n", "utf-8")
-    page.locator("input[type=file]").nth(1).set_input_files(cluster)
-    shows(page, "MW-CONF-006", "#inputs")
+    opened(page, tmp_path / "plan.toml", load("examples/demo-dp2-tp2.toml").to_toml() + "\n[run]\nsteps = 3\n")
+    shows(page, "Not read: 1 entry", "#inputs .notice")
+    shows(page, "tp 2")
+
+
+def test_a_file_that_is_not_known_changes_nothing(server: str, open_page: Open, tmp_path: Path) -> None:
+    page = open_page(server + "/" + SMALL, refused=True)
+    before = page.url
+    wrong = {"cluster.toml": "[cluster]\nprice = \n",
+             "words.txt": "some words", "other.json": '{"a": 1}', "scenarios.json": '{"scenarios": [{"name": 3}]}',
+             "run.toml": "[run]\nsteps = 3\n", "model.toml": '[model]\nname = "none"\nlayers = -3\n'}  # fmt: skip
+    for name, text in wrong.items():
+        opened(page, tmp_path / name, text)
+        shows(page, "", "#inputs .notice.error")
+        assert page.url == before, name
+        page.evaluate("document.querySelectorAll('#inputs .notice').forEach((node) => node.remove())")
+
+
+def test_plan_settings_launch_files_charts_and_tables_are_saved(server: str, open_page: Open) -> None:
+    page = open_page(server + "/" + SMALL + "&view=leaders")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    settled(page)
+    menu = page.locator("details.menu")
+
+    def saved(action: Callable[[], Any]) -> tuple[str, str]:
+        menu.evaluate("(menu) => { menu.open = true; }")
+        with page.expect_download() as download:
+            action()
+        return download.value.suggested_filename, Path(download.value.path()).read_text("utf-8", "replace")
+
+    name, text = saved(menu.get_by_role("button", name="Plan file").click)
+    assert name == "plan.toml"
+    assert "tp = 2" in text
+    name, text = saved(lambda: menu.get_by_label("Settings of a framework").select_option("megatron-lm"))
+    assert "--tensor-model-parallel-size 2" in text
+    name, text = saved(lambda: menu.get_by_label("Launch file").select_option("slurm"))
+    assert name.endswith(".sbatch")
+    assert "#SBATCH" in text
+    name, text = saved(menu.get_by_role("button", name="Trace of the step").click)
+    assert json.loads(text)["traceEvents"]
+    name, text = saved(menu.get_by_role("button", name="Scenarios").click)
+    assert json.loads(text)["scenarios"][0]["config"]["plan"]["tp"] == 2
+    leaders = page.locator(".view[data-name=leaders]")
+    name, text = saved(leaders.get_by_role("button", name="Save as CSV").first.click)
+    assert text.splitlines()[0].startswith("plan,step,")
+    figure = page.locator(".view[data-name=heatmap]")
+    name, text = saved(figure.get_by_role("button", name="Save as SVG").first.click)
+    assert text.startswith("<svg")
+    assert "var(--" not in text.replace("font", "")
+    name, _ = saved(figure.get_by_role("button", name="Save as PNG").first.click)
+    assert name == "heatmap.png"
+    menu.evaluate("(menu) => { menu.open = true; }")
+    menu.get_by_role("button", name="Copy the link").click()
+    until(page, "navigator.clipboard.readText().then((text) => text === location.href)")
 
 
 TITAN = """
@@ -47,18 +105,11 @@ log_freq = 10
 """
 
 
-def test_a_dropped_settings_file_sets_the_inputs_and_settings_are_copied(
-    server: str, open_page: Open, tmp_path: Path
-) -> None:
+def test_an_opened_settings_file_sets_the_inputs(server: str, open_page: Open, tmp_path: Path) -> None:
     page = open_page(server + "/" + SMALL, refused=True)
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    settings = tmp_path / "llama.toml"
-    settings.write_text(TITAN, "utf-8")
-    page.locator("input[type=file]").nth(2).set_input_files(settings)
+    opened(page, tmp_path / "llama.toml", TITAN)
     shows(page, "llama3-8b")
     until(page, "location.hash.includes('torchtitan')")
-    page.select_option("#copy-settings", "megatron-lm")
-    until(page, "navigator.clipboard.readText().then((text) => text.includes('--tensor-model-parallel-size 4'))")
-    settings.write_text(TITAN.replace("tensor_parallel_degree = 4", "tensor_parallel_degree = 3"), "utf-8")
-    page.locator("input[type=file]").nth(2).set_input_files(settings)
+    shows(page, "settings of torchtitan", "#inputs .notice")
+    opened(page, tmp_path / "llama.toml", TITAN.replace("tensor_parallel_degree = 4", "tensor_parallel_degree = 3"))
     shows(page, "MW-SET-001", "#inputs")

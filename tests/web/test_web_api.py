@@ -56,7 +56,7 @@ def test_answers_are_what_the_commands_print(server: str) -> None:
 
 def test_views_arrive_line_by_line(server: str) -> None:
     names = [name for name, view in VIEWS.items() if view.kind == CHEAP]
-    body = {"config": PLAN_FILE, "views": names, "compare": {"tp": 8, "shard": 2, "zero": 1}}
+    body = {"config": PLAN_FILE, "views": names}
     answer = CLIENT.post(server + "/api/views", json=body)
     lines = [json.loads(line) for line in answer.text.splitlines()]
     assert answer.headers["content-type"] == "application/x-ndjson"
@@ -64,7 +64,7 @@ def test_views_arrive_line_by_line(server: str) -> None:
     for line in lines:
         assert line["final"]
         assert line["error"] is None, line
-        assert (line["data"] is None) == (line["compare_data"] is None)
+        assert line["data"] is not None
 
 
 def test_a_searched_view_is_provisional_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,20 +122,40 @@ def test_models_and_clusters_of_files(server: str) -> None:
         "intermediate_size": 512,
         "vocab_size": 1000,
     }
-    table = ask(server, "/api/model", model)
+
+    def opened(name: str, text: str, **more: Any) -> Any:
+        return ask(server, "/api/file", {"name": name, "lines": text.split("\n"), **more})
+
+    table = opened("config.json", json.dumps(model))["config"]["model"]
     assert table["layers"] == 4
     assert (
         ask(server, "/api/estimate", {**PLAN_FILE, "model": table, "plan": {"shard": 16, "zero": 1}})["parameters"] > 0
     )
-    text = '[cluster]\nextends = "dgx-h100"\ngpus = 32\n'
-    assert ask(server, "/api/cluster", {"lines": text.splitlines()}) == {"cluster": {"extends": "dgx-h100", "gpus": 32}}
-    assert refused(server, "/api/cluster", {"lines": ["[cluster]", 'extends = "other.toml"']})["code"] == "MW-CAT-002"
+    assert opened("my-model.json", json.dumps(model))["config"]["model"]["name"] == "my-model"
+    cluster = opened("cluster.toml", '[cluster]\nextends = "dgx-h100"\n', gpus=32)
+    assert cluster == {"kind": "cluster", "config": {"cluster": {"extends": "dgx-h100", "gpus": 32}}, "unread": []}
+    run_file = opened("run.toml", "[plan]\ntp = 2\n[run]\nsteps = 3\n")
+    assert run_file == {"kind": "part of a plan file", "config": {"plan": {"tp": 2}}, "unread": ["run"]}
+    refusals = {
+        "cluster.toml": '[cluster]\nextends = "other.toml"',
+        "a.toml": 'extends = "b.toml"',
+        "words.txt": "some words",
+        "a.json": "[1]",
+    }
+    codes = [refused(server, "/api/file", {"name": name, "lines": [text]})["code"] for name, text in refusals.items()]
+    assert codes == ["MW-CAT-002", "MW-CONF-012", "MW-SET-010", "MW-SET-010"]
 
 
 def test_the_catalog(server: str) -> None:
     found = ask(server, "/api/catalog")
     assert {"llama3-70b", "gpt2-xl"} <= {model["name"] for model in found["models"]}
     assert {view["name"] for view in found["views"]} == set(VIEWS)
+    assert {preset["group"] for preset in found["presets"]} == {
+        "Examples",
+        "Course material",
+        "Case studies",
+        "Published runs",
+    }
     for preset in found["presets"]:
         config = Config.from_document({k: v for k, v in preset["state"].items() if k != "page"})
         config.check()
@@ -234,8 +254,8 @@ def test_one_broken_view_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatc
 def test_settings_of_another_framework_both_ways(server: str) -> None:
     titan = ask(server, "/api/text", PLAN_FILE)["settings"]["torchtitan"]
     assert titan["error"] is None
-    back = ask(server, "/api/settings", {"lines": titan["text"].split("\n"), "name": "a.toml", "gpus": 16})
-    assert back["read"]["framework"] == "torchtitan"
+    back = ask(server, "/api/file", {"lines": titan["text"].split("\n"), "name": titan["file"], "gpus": 16})
+    assert back["kind"].startswith("settings of torchtitan, ")
     assert back["config"]["plan"]["tp"] == PLAN_FILE["plan"]["tp"]
     assert back["config"]["model"] == PLAN_FILE["model"]
 

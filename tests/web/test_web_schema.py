@@ -12,7 +12,7 @@ from schemathesis import GenerationMode
 from meshwright.web import schema
 from web.running import CLIENT
 
-DAILY = ("/api/estimate", "/api/views", "/api/choices", "/api/show", "/api/cluster", "/api/runs/{name}")
+DAILY = ("/api/estimate", "/api/views", "/api/choices", "/api/show", "/api/file", "/api/runs/{name}")
 LONGEST_S = 60  # of one request; a search is ended by its own limit before
 
 

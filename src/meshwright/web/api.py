@@ -3,10 +3,9 @@
 POST /api/estimate, /api/plan, /api/simulate, /api/show     what the command of that name prints with --json
 POST /api/views         the data of several views, one line each as they are ready
 POST /api/choices       the values of each plan field: legal, with what changes, or why not
-POST /api/text          a plan file and a command to copy
-POST /api/model         a Hugging Face config.json to a [model] table
-POST /api/cluster       the lines of a TOML file to a [cluster] table
-POST /api/settings      the lines of a settings file of another framework to the sections of a plan file
+POST /api/text          a plan file, a command, settings and launch files
+POST /api/trace         the simulated step as a trace for Perfetto
+POST /api/file          what a file is, as sections of a plan file
 GET  /api/catalog       what the inputs offer
 GET  /api/runs          run folders (`view.page.runs`)
 GET  /api/watch         what is new in them, as a stream of events
@@ -285,7 +284,7 @@ class Api:
             if refused.status == 400:
                 raise
             for name in sorted(missing):
-                yield to_line({"view": name, "data": None, "compare_data": None, "final": True, "error": refused.error})
+                yield to_line({"view": name, "data": None, "final": True, "error": refused.error})
 
 
 def event_bytes(name: str, data: Json, seen: str) -> bytes:
@@ -339,7 +338,7 @@ def plan_key(body: Any) -> str:
 def view_key(body: Json, name: str) -> str:
     """Return the cache key of one view's data."""
     options = (body.get("options") or {}).get(name)
-    return json.dumps([name, body["config"], options, body.get("compare"), body.get("question")], sort_keys=True)
+    return json.dumps([name, body["config"], options, body.get("question")], sort_keys=True)
 
 
 def checked_views(body: Json) -> Json:

@@ -128,18 +128,11 @@ class ViewsBody(Body):
     config: Json
     views: list[View] = Field(max_length=MOST_VIEWS)
     options: dict[View, Json | None] | None = None
-    compare: Json | None = Field(None, description="a second plan")
     question: QuestionBody | None = None
 
 
-class ClusterBody(Body):
-    """The lines of a TOML file such as `meshwright calibrate` writes."""
-
-    lines: Lines
-
-
-class SettingsBody(Body):
-    """The lines of a settings file of another framework."""
+class FileBody(Body):
+    """The lines of a file: a config.json, a plan file, a cluster, or settings of another framework."""
 
     lines: Lines
     name: str = Field("", max_length=MOST_LETTERS, description="of the file: its ending says its form")

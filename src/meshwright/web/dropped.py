@@ -18,7 +18,7 @@ from typing import IO
 from starlette.types import Receive
 
 from meshwright.errors import MeshwrightError
-from meshwright.explain.reader import rank_in_name
+from meshwright.explain.reader import NUMBERED
 from meshwright.units import Json
 from meshwright.web.jobs import Refused
 
@@ -96,8 +96,8 @@ class DroppedFiles:
             if not ending:
                 what = f"'{name[-80:]}' is neither a trace nor a part of a recording"
                 raise MeshwrightError("MW-WEB-013", what, why="A trace ends with .json or .json.gz")
-            number = rank_in_name(name.rpartition("/")[2])
-            path = self.folder / f"{len(self.names)}-{'rank-' if 'rank' in name else ''}{number}{ending}"
+            numbered = NUMBERED.search(name.rpartition("/")[2])
+            path = self.folder / f"{len(self.names)}{f'-rank-{int(numbered[1])}' if numbered else ''}{ending}"
             self.traces[str(path)] = name
             return path
         top, perturbed, rank_number, is_rank, step, ending = found.groups()

@@ -7,7 +7,7 @@ the caches of their parent, so the first change of an input is as fast as any ot
 import importlib
 
 from meshwright.describe import catalog
-from meshwright.view.page.catalog import PRESETS
+from meshwright.view.page.presets import presets
 from meshwright.view.page.registry import CHEAP, VIEWS
 from meshwright.web import tasks, worker
 
@@ -15,10 +15,12 @@ for entry in VIEWS.values():
     importlib.import_module(entry.module)
 for kind in catalog.KINDS:
     catalog.tables(kind)
-state = {section: value for section, value in PRESETS[0]["state"].items() if section != "page"}
+state = presets()[0]["state"]
 for _ in tasks.views({"config": state, "views": [name for name, entry in VIEWS.items() if entry.kind == CHEAP]}):
     pass
 for _ in tasks.legal_choices(state):
+    pass
+for _ in tasks.catalog({}):
     pass
 tasks.drop_subjects()
 

@@ -13,7 +13,7 @@ from meshwright.describe import catalog
 from meshwright.describe import schema as describe_schema
 from meshwright.describe.draft import NAMED
 from meshwright.web import dropped
-from meshwright.web.bodies import ClusterBody, QuestionBody, SettingsBody, ShowBody, ViewsBody
+from meshwright.web.bodies import FileBody, QuestionBody, ShowBody, ViewsBody
 
 Schema = dict[str, Any]
 STATUS = {
@@ -32,11 +32,10 @@ def document() -> Schema:
     """The OpenAPI document."""
     schemas, plan_file = plan_file_schemas()
     schemas |= {"PlanFile": plan_file, "Error": error()}
-    for body in (QuestionBody, ViewsBody, ClusterBody, SettingsBody, ShowBody):
+    for body in (QuestionBody, ViewsBody, FileBody, ShowBody):
         schemas[body.__name__] = moved(body.model_json_schema())
         schemas[body.__name__].pop("$defs", None)
     schemas["ViewsBody"]["properties"]["config"] = ref("PlanFile")
-    schemas["ViewsBody"]["properties"]["compare"]["anyOf"][0] = ref("PlanFile/properties/plan")
     return {
         "openapi": "3.1.0",
         "info": {
@@ -89,13 +88,9 @@ ROUTES = (
     ("post", "show", "A topic of `meshwright show`", "ShowBody", {"type": ["object", "array"]}),
     ("post", "views", "Data of views, one line of JSON each as it is ready", "ViewsBody", {"type": "string"}),
     ("post", "choices", "Values of each plan field: legal, with what changes, or why not", "PlanFile", ("fields", "problem")),
-    ("post", "text", "A plan file, a command and settings of other frameworks to copy", "PlanFile", ("toml", "command", "settings")),
-    ("post", "model", "A Hugging Face config.json as a [model] table", {"type": "object"}, ("name",)),
-    ("post", "cluster", "A cluster file, as its lines, as a [cluster] table", "ClusterBody", ("cluster",)),
-    (
-        "post", "settings", "Settings of another framework, as the lines of their file, as the sections of a plan file", "SettingsBody",
-        ("config", "read"),
-    ),
+    ("post", "text", "A plan file, a command, settings of other frameworks and launch files", "PlanFile", ("toml", "command", "settings", "launch")),
+    ("post", "trace", "The simulated step as a trace for Perfetto", "PlanFile", ("traceEvents",)),
+    ("post", "file", "What a file is, as its lines: sections of a plan file, and what was not read", "FileBody", ("kind", "config", "unread")),
     ("get", "catalog", "Models, clusters, stacks, schedules, fields, presets and views", "", ("models", "clusters", "stacks")),
     ("get", "runs", "Run folders below the folder given at start", "", ("runs",)),
     ("get", "runs/{name}", "One run folder: new rows and files since `seen`", "", ("name", "rows", "seen")),

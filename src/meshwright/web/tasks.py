@@ -11,15 +11,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from meshwright.describe.config import Config, cluster_table
-from meshwright.describe.plan import Plan
+from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.version import require_torch
 from meshwright.view.page.choices import choices
 from meshwright.view.page.registry import SEARCH, view
 from meshwright.view.page.subject import Subject
 from meshwright.view.page.text import texts
-from meshwright.web.bodies import ClusterBody, SettingsBody, ShowBody, read_plan_file, read_question
+from meshwright.web.bodies import FileBody, ShowBody, read_plan_file, read_question
 
 Lines = Iterator[dict[str, Any]]
 REMEMBERED = 4  # subjects of a worker: switching between views of one configuration does not search again
@@ -63,30 +62,25 @@ def text_of_plan(body: dict[str, Any]) -> Lines:
     yield texts(Config.from_document(read_plan_file(body)))
 
 
+def trace(body: dict[str, Any]) -> Lines:
+    """The simulated step for Perfetto and chrome://tracing."""
+    from meshwright.view.simulate import spans
+    from meshwright.view.trace import trace_events
+
+    subject = subject_of(body)
+    yield trace_events(spans(subject.estimate, subject.walked))
+
+
 def legal_choices(body: dict[str, Any]) -> Lines:
     yield choices(read_plan_file(body))
 
 
-def model(body: dict[str, Any]) -> Lines:
-    """The [model] table of a Hugging Face config.json."""
-    from meshwright.describe.hf.reader import interpret
+def file(body: dict[str, Any]) -> Lines:
+    """What a file that a person opened is, as sections of a plan file."""
+    from meshwright.view.page.opened import opened
 
-    yield interpret(body).as_dict()
-
-
-def cluster(body: dict[str, Any]) -> Lines:
-    """The [cluster] table of a TOML file such as `meshwright calibrate` writes, sent as its lines."""
-    yield {"cluster": cluster_table("\n".join(ClusterBody.read(body).lines))}
-
-
-def settings(body: dict[str, Any]) -> Lines:
-    """The sections of a plan file that settings of another framework describe, for a number of GPUs; and what was read of them."""
-    from meshwright.interop.files import read_settings, sections
-    from meshwright.view.settings import as_dict
-
-    file = SettingsBody.read(body)
-    reading = read_settings(file.name, gpus=file.gpus, text="\n".join(file.lines))
-    yield {"config": sections(reading), "read": as_dict(reading)}
+    asked = FileBody.read(body)
+    yield opened(asked.name, "\n".join(asked.lines), asked.gpus)
 
 
 def catalog(body: dict[str, Any]) -> Lines:
@@ -107,12 +101,11 @@ def views(body: dict[str, Any]) -> Lines:
     """The data of several views, one line each; of a searched view first a provisional line."""
     subject = subject_of(body["config"], read_question(body.get("question") or {}))
     options, names = body.get("options") or {}, body["views"]
-    second = subject.with_plan(Plan(**body["compare"])) if body.get("compare") is not None else None
     searched = [name for name in names if view(name).kind == SEARCH]
     for name in searched:
-        yield line(name, subject.provisional(), None, options.get(name) or {}, final=False)
+        yield line(name, subject.provisional(), options.get(name) or {}, final=False)
     for name in names:
-        yield line(name, subject, second, options.get(name) or {})
+        yield line(name, subject, options.get(name) or {})
 
 
 # Tasks that no route has: their bodies have the paths that `web.dropped` wrote files to.
@@ -138,15 +131,11 @@ def compare_files(body: dict[str, Any]) -> Lines:
     yield {"view": "checked", "data": data_of(folders, body["reference"])}
 
 
-def line(
-    name: str, subject: Subject, second: Subject | None, options: dict[str, Any], final: bool = True
-) -> dict[str, Any]:
-    """One line of an answer: the data of a view, and of the second plan where there is one; or the error in its place."""
-    out: dict[str, Any] = {"view": name, "data": None, "compare_data": None, "final": final, "error": None}
+def line(name: str, subject: Subject, options: dict[str, Any], final: bool = True) -> dict[str, Any]:
+    """One line of an answer: the data of a view, or the error in its place."""
+    out: dict[str, Any] = {"view": name, "data": None, "final": final, "error": None}
     try:
         out["data"] = view(name).data(subject.with_options(options))
-        if second is not None:
-            out["compare_data"] = view(name).data(second.with_options(options))
     except MeshwrightError as error:
         out["error"] = error.as_dict()
     except Exception as error:
@@ -187,9 +176,8 @@ TASKS: dict[str, Callable[[dict[str, Any]], Lines]] = {
     "views": views,
     "choices": legal_choices,
     "text": text_of_plan,
-    "model": model,
-    "cluster": cluster,
-    "settings": settings,
+    "file": file,
+    "trace": trace,
     "show": show,
     "catalog": catalog,
 }

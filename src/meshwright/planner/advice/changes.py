@@ -8,7 +8,7 @@ Only fields that leave the arithmetic of the training as it is are offered: no o
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.legality import Case, legal
 from meshwright.describe.legality.choices import Choice, choices, free_values, shown
 from meshwright.describe.plan import Plan
+from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.result import GIB, USABLE_MEMORY, values_of
 from meshwright.errors import MeshwrightError
 from meshwright.lower.step import step_program
@@ -65,11 +66,11 @@ class Change:
         return {"fields": dict(self.fields), "legal": self.plan is not None, **values}
 
 
-def single_changes(config: Config, framework: bool = True) -> dict[str, list[Change]]:
-    """By field: a change for each value that differs from the plan's, legal or not, in the order of the values. With `framework` only plans
-    that the stack's framework runs are legal."""
+def single_changes(config: Config, offered: Mapping[str, Sequence[Choice]] | None = None) -> dict[str, list[Change]]:
+    """By field: a change for each value that differs from the plan's, legal or not, in the order of the values. `offered` has the values of
+    each field; default: those that the stack's framework runs."""
     by_field: dict[str, list[Change]] = {}
-    for change in priced(config, candidates(config, config.plan, framework)):
+    for change in priced(config, candidates(config, config.plan, offered)):
         by_field.setdefault(change.fields[0][0], []).append(change)
     return by_field
 
@@ -103,17 +104,23 @@ def first_changes(config: Config, most: int = 5) -> list[Change]:
     return list(best.values())[:most]
 
 
-def candidates(config: Config, plan: Plan | None, framework: bool = True) -> Iterator[Change]:
+def offers(case: Case, plan: PlanFields) -> dict[str, list[Choice]]:
+    """The values of every field: those that a rule decides on, and those that are always legal."""
+    free = free_values(plan, case.model.layers, case.stack.flat_shards)
+    return choices(case, legal) | {name: [Choice(value, True) for value in values] for name, values in free.items()}
+
+
+def candidates(
+    config: Config, plan: Plan | None, offered: Mapping[str, Sequence[Choice]] | None = None
+) -> Iterator[Change]:
     """Every other value of the fields of `KNOBS`, completed to a legal plan or with the reason why there is none."""
-    c, names = config, Plan.model_fields
+    c = config
     assert plan is not None
-    case = Case(plan, c.model, c.workload, c.cluster, c.stack, framework=framework and bool(c.stack.can.framework))
-    ruled = choices(case, legal)
-    free = {
-        k: [Choice(v, True) for v in vs] for k, vs in free_values(plan, c.model.layers, c.stack.flat_shards).items()
-    }
-    for name in (knob for knob in KNOBS if knob in names):
-        for choice in (ruled | free).get(name, ()):
+    if offered is None:
+        case = Case(plan, c.model, c.workload, c.cluster, c.stack, framework=bool(c.stack.can.framework))
+        offered = offers(case, plan)
+    for name in KNOBS:
+        for choice in offered.get(name, ()):
             value = tuple(choice.value) if isinstance(choice.value, list) else choice.value
             if value == getattr(plan, name):
                 continue
@@ -129,13 +136,16 @@ def within_memory(config: Config, plan: Plan) -> Plan | None:
         return None
 
 
+def costs(config: Config, plans: Sequence[Plan]) -> tuple[np.ndarray, np.ndarray]:
+    """Step time in seconds and memory of the fullest GPU in GiB of several plans."""
+    cost = step_cost(step_program(config.model, plans, config.workload, config.stack, every_rank=True), config.cluster)
+    return np.broadcast_to(cost.time, len(plans)), np.broadcast_to(cost.peak_memory, len(plans)) / GIB
+
+
 def priced(config: Config, drafts: Iterable[Change]) -> list[Change]:
     """The changes with their step time and memory, all costed in one batch beside the plan that they change."""
     drafts = list(drafts)
-    plans = [config.plan, *(draft.plan for draft in drafts if draft.plan)]
-    program = step_program(config.model, plans, config.workload, config.stack, every_rank=True)
-    cost = step_cost(program, config.cluster)
-    seconds, gib = np.broadcast_to(cost.time, len(plans)), np.broadcast_to(cost.peak_memory, len(plans)) / GIB
+    seconds, gib = costs(config, [config.plan, *(draft.plan for draft in drafts if draft.plan)])
     limit = config.cluster.accelerator.memory / GIB
     numbers = iter(zip(seconds[1:].tolist(), gib[1:].tolist(), strict=True))
 

@@ -30,7 +30,7 @@ def written(
     **more: Any,
 ) -> str:
     """One HTML file with the data of some views, by name. `bare`: views that belong to no plan, without inputs and verdict."""
-    page: dict[str, Any] = {"view": first or next(iter(views)), "compare": None, "options": {}}
+    page: dict[str, Any] = {"view": first or next(iter(views)), "options": {}}
     content = {
         "state": {**(plan_file or {}), "page": page},
         "views": views,
@@ -44,7 +44,7 @@ def written(
 
 def written_view(name: str, title: str, data: dict[str, Any]) -> str:
     """One HTML file with one view that belongs to no plan."""
-    return written({name: {"title": title, "data": data, "compare_data": None}}, title, bare=True)
+    return written({name: {"title": title, "data": data}}, title, bare=True)
 
 
 def state(subject: Subject) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def state(subject: Subject) -> dict[str, Any]:
 def answer(subject: Subject, name: str) -> dict[str, Any]:
     """The data of one view; a view that this plan cannot have says why in its place."""
     entry = view(name)
-    out: dict[str, Any] = {"title": entry.title, "data": None, "compare_data": None, "error": None}
+    out: dict[str, Any] = {"title": entry.title, "data": None, "error": None}
     try:
         out["data"] = entry.data(subject)
     except MeshwrightError as error:

@@ -1,5 +1,6 @@
 """What the page's inputs offer: the entries of the catalog with one line about each, schedules, fields and presets."""
 
+from collections.abc import Collection
 from functools import cache
 
 from meshwright.describe import catalog
@@ -7,46 +8,20 @@ from meshwright.describe.base import descriptions
 from meshwright.describe.config import CLASSES
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.schedules import SCHEDULES
+from meshwright.describe.variants import ACTIVATIONS, ATTENTIONS
 from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.units import Json, format_bytes, format_count, format_rate
+from meshwright.view.launch_files import LAUNCHERS
+from meshwright.view.page.presets import presets
 from meshwright.view.page.registry import VIEWS
 
-# Configurations to start from: each is a state of the page.
-PRESETS: list[Json] = [
-    {
-        "name": "llama3-70b",
-        "title": "Llama 3 70B on 1,024 H100",
-        "about": "tensor parallelism inside a node, four pipeline stages, optimizer states sharded",
-        "state": {
-            "model": "llama3-70b",
-            "cluster": {"extends": "dgx-h100", "gpus": 1024},
-            "stack": "default",
-            "workload": {"batch": 1024, "seq": 8192},
-            "plan": {"tp": 8, "sp": True, "pp": 4, "shard": 32, "zero": 1},
-        },
-    },
-    {
-        "name": "modeler",
-        "title": "Bandwidth and efficiency modeler",
-        "about": "a published tool's example: 4 stages × 8 micro-batches of 64 MB, with its numbers and the corrected ones",
-        "state": {
-            "model": {
-                "name": "modeler",
-                "layers": 80,
-                "hidden": 8192,
-                "heads": 64,
-                "ffn": 32768,
-                "activation": "gelu",
-                "vocab": 32000,
-            },
-            "cluster": {"extends": "dgx-h100", "gpus": 32},
-            "stack": "default",
-            "workload": {"batch": 8, "seq": 4096},
-            "plan": {"tp": 8, "pp": 4},
-        },
-        "page": {"view": "modeler"},
-    },
-]
+REGISTERED = {"activation": list(ACTIVATIONS), "attention": list(ATTENTIONS)}
+# Fields of a model that decide its cost, in the order of the form.
+SHAPE = (
+    "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "activation", "vocab", "tied", "attention", "q_rank", "kv_rank", "rope_dim",
+    "nope_dim", "value_dim", "window", "full_every", "experts", "top_k", "expert_ffn", "shared_experts", "shared_ffn", "dense_layers",
+    "moe_every", "mtp_layers", "dropout", "max_positions",
+)  # fmt: skip
 
 
 @cache
@@ -59,9 +34,11 @@ def listing() -> Json:
         "links": [{"name": name} for name in catalog.names("links")],
         "stacks": [stack_line(name) for name in catalog.names("stacks")],
         "schedules": [{"name": name, "about": rule.about, "virtual": rule.virtual} for name, rule in SCHEDULES.items()],
-        "fields": {name: fields_of(name) for name in ("workload", "plan")},
+        "fields": {"model": fields_of("model", SHAPE), "workload": fields_of("workload"), "plan": fields_of("plan")},
+        "shape": SHAPE,
         "frameworks": [{"name": f.name, "title": f.title} for f in FRAMEWORKS.values()],
-        "presets": PRESETS,
+        "launchers": [{"name": name} for name in LAUNCHERS],
+        "presets": presets(),
         "views": [{"name": v.name, "title": v.title, "kind": v.kind} for v in VIEWS.values()],
     }
 
@@ -86,14 +63,16 @@ def stack_line(name: str) -> Json:
     return {"name": name, "about": stack.source, "overlap": list(stack.overlap)}
 
 
-def fields_of(section: str) -> Json:
-    """The fields of a section: default and description."""
+def fields_of(section: str, names: Collection[str] = ()) -> Json:
+    """The fields of a section: default, description, and the values of a word that is registered."""
     cls = PlanFields if section == "plan" else CLASSES[section]
     about = descriptions(cls)
     return {
         name: {
             "default": list(info.default) if isinstance(info.default, tuple) else info.default,
             "about": about.get(name, ""),
+            "values": REGISTERED.get(name),
         }
         for name, info in cls.model_fields.items()
+        if name in names or not names
     }

@@ -20,7 +20,7 @@ from meshwright.describe.config import Config, Configured
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError, kind_of, shown
 from meshwright.planner import api as planner
-from meshwright.planner.question import Question, base_plan, read
+from meshwright.planner.question import Question, read
 from meshwright.planner.result import Result
 from meshwright.planner.search.cells import Cell, cells
 from meshwright.planner.search.space import Space
@@ -33,12 +33,8 @@ COMMON_LEADERS = 3
 class Shared:
     """Results that all views of one configuration share."""
 
-    def __init__(
-        self, config: Config, question: Mapping[str, Any], result: Result | None = None, first: Shared | None = None
-    ) -> None:
+    def __init__(self, config: Config, question: Mapping[str, Any], result: Result | None = None) -> None:
         self.config, self.question = config, dict(question)
-        # Of a second plan: what a search of the same question has found already.
-        self.first = first if first is not None and base_plan(first.config) == base_plan(config) else None
         if result is not None:
             self.__dict__["result"] = result
 
@@ -48,7 +44,7 @@ class Shared:
 
     @cached_property
     def result(self) -> Result:
-        return self.first.result if self.first else planner.plan(self.config, **self.question)
+        return planner.plan(self.config, **self.question)
 
     @cached_property
     def planner_question(self) -> Question:
@@ -68,13 +64,11 @@ class Shared:
     @cached_property
     def first_cells(self) -> list[Cell]:
         """The first map of tp × pp, within a second: a few plans of every cell."""
-        return self.first.first_cells if self.first else next(self._cells)
+        return next(self._cells)
 
     @cached_property
     def cells(self) -> list[Cell]:
         """The complete map of tp × pp (`planner.search.cells`)."""
-        if self.first:
-            return self.first.cells
         all_cells = self.first_cells
         return next(self._cells, all_cells)
 
@@ -89,8 +83,6 @@ class Shared:
     @cached_property
     def common(self) -> Result:
         """The result of a search of the common plans only (`planner.search.common_plans`), with few leaders: each is simulated."""
-        if self.first:
-            return self.first.common
         top = min(self.question.get("top", COMMON_LEADERS), COMMON_LEADERS)
         return planner.plan(self.config, common=True, **{**self.question, "top": top})
 
@@ -128,12 +120,6 @@ class Subject(Configured):
     def provisional(self) -> Subject:
         """The subject whose `result` is the search of the common plans, which takes less than a second."""
         return replace(self, is_provisional=True)
-
-    def with_plan(self, plan: Plan) -> Subject:
-        """The same model, cluster, stack and workload with another plan: the second plan of a comparison."""
-        config = self.config.but(plan=plan)
-        shared = Shared(config, self.question, first=self.shared)
-        return Subject(config, self.question, self.options, shared=shared)
 
     @property
     def plan(self) -> Plan:

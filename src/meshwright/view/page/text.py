@@ -1,4 +1,4 @@
-"""A configuration as text to copy: a plan file, a command that estimates the same configuration, and settings of other frameworks."""
+"""A configuration as text to copy or save: a plan file, a command that estimates it, settings of other frameworks, and launch files."""
 
 import json
 import shlex
@@ -10,13 +10,32 @@ from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.interop.write import settings_of
 from meshwright.units import Json
+from meshwright.view.launch_files import LAUNCHERS
+from meshwright.view.launch_files.job import make_job
 
 FILE = "plan.toml"
+ENDING = {
+    "args": ".sh",
+    "python": ".py",
+    "toml": ".toml",
+    "yaml": ".yaml",
+    "json": ".json",
+}  # of settings by their form
 
 
 def texts(config: Config) -> Json:
-    """The plan file, and a command. The command needs the file where a section is not from the catalog."""
-    return {"toml": config.to_toml(), "command": command(config), "settings": settings_texts(config)}
+    """The plan file, a command, settings and launch files. The command needs the plan file where a section is not from the catalog."""
+    launch = {name: launch_text(config, name) for name in LAUNCHERS}
+    return {"toml": config.to_toml(), "command": command(config), "settings": settings_texts(config), "launch": launch}
+
+
+def launch_text(config: Config, name: str) -> Json:
+    """The file with which a launcher starts the plan, that is saved as `FILE` beside it."""
+    try:
+        job = make_job(config, FILE, typed=shlex.join(["meshwright", "launch", FILE, f"--{name}"]))
+        return {"file": f"{job.name}{LAUNCHERS[name].suffix}", "text": LAUNCHERS[name].write(job), "error": None}
+    except MeshwrightError as error:
+        return {"file": "", "text": "", "error": error.as_dict()}
 
 
 def settings_texts(config: Config) -> dict[str, Json]:
@@ -26,9 +45,10 @@ def settings_texts(config: Config) -> dict[str, Json]:
         try:
             written = settings_of(config, framework)
         except MeshwrightError as error:
-            out[name] = {"text": "", "lost": [], "error": error.as_dict()}
+            out[name] = {"file": "", "text": "", "lost": [], "error": error.as_dict()}
         else:
-            out[name] = {"text": written.text, "lost": list(written.inexpressible), "error": None}
+            file = f"{name}{ENDING[framework.form]}"
+            out[name] = {"file": file, "text": written.text, "lost": list(written.inexpressible), "error": None}
     return out
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from meshwright.cost.advice import microbatches_for, stages_for
 from meshwright.describe.legality import Case, legal
 from meshwright.describe.legality.case import completed
-from meshwright.describe.result import values_of
+from meshwright.describe.result import COMMUNICATION, part_name, values_of
 from meshwright.predict.estimate import Estimate, estimate
 from meshwright.programs import pipelines
 from meshwright.programs.pipelines.formulas import bubble_fraction
@@ -16,6 +16,15 @@ from meshwright.view.page.subject import Subject
 PIPELINE_TARGET = 0.80
 MOST_ACTIONS = 20_000  # forwards of a schedule that is walked for advice
 GOOD_MFU, FAIR_MFU = 0.40, 0.25
+AVOIDABLE = (
+    *COMMUNICATION,
+    "offload",
+    "bubble",
+    "recompute",
+    "interference",
+    "host",
+)  # parts that another plan may lack
+SMALL = 0.03  # share of the step
 
 
 def data(subject: Subject) -> dict[str, Any]:
@@ -36,7 +45,7 @@ def data(subject: Subject) -> dict[str, Any]:
         },
         "tone": "bad" if not p.fits else "good" if (p.mfu or 0) >= GOOD_MFU and p.fit_word != "may not fit" else "warn",
         "headline": headline(e),
-        "sentence": sentence(e, pipeline),
+        "sentence": sentence(e),
         **values_of(p, "fits", "bound_by", "step_time_s", "step_time_low_s", "step_time_high_s", "mfu"),
         "mfu_tone": "good" if (p.mfu or 0) >= GOOD_MFU else "warn" if (p.mfu or 0) >= FAIR_MFU else "bad",
         **values_of(p, "memory_gib", "memory_limit_gib", "tokens_per_s"),
@@ -52,22 +61,27 @@ def data(subject: Subject) -> dict[str, Any]:
 
 
 def headline(e: Estimate) -> str:
+    """Whether the plan fits; where it does not, by how much and what fills the fullest stage."""
     p = e.prediction
     spare = p.memory_limit_gib - (p.memory_gib or 0)
     words = f"{p.memory_fit[0].upper()}{p.memory_fit[1:]}"
     if p.fits:
-        return f"{words}: {spare:.1f} GiB free on the fullest stage, bound by {p.bound_by}."
-    return f"{words}: {-spare:.1f} GiB over the limit on the fullest stage."
+        return f"{words}, {spare:.1f} GiB free."
+    stage = max(range(len(p.memory_by_stage)), key=lambda s: sum(p.memory_by_stage[s].values()))
+    part, gib = max(p.memory_by_stage[stage].items(), key=lambda one: one[1])
+    return f"{words}: {-spare:.1f} GiB over the limit on stage {stage}, where {part} take {gib:.1f} GiB."
 
 
-def sentence(e: Estimate, pipeline: dict[str, Any] | None) -> str:
-    missed = [v for v in e.verdicts if not v.good and v.name != "memory"]
-    words = [f"{v.name} is {v.value:.0%} (target: {v.target})" for v in missed]
-    if pipeline and pipeline["advice"]:
-        words = [w for w in words if not w.startswith("bubble")] + [pipeline["advice"]]
-    if not words:
-        return "All targets are met." if e.prediction.fits else "Every other target is met."
-    return "; ".join(words)[:1].upper() + "; ".join(words)[1:] + "."
+def sentence(e: Estimate) -> str:
+    """The largest part of the step that another plan could avoid; compute where all of them are small."""
+    p = e.prediction
+    part = max(AVOIDABLE, key=lambda name: p.exposed_s.get(name, 0.0))
+    seconds = p.exposed_s.get(part, 0.0)
+    share = seconds / p.step_time_s
+    if share < SMALL:
+        return f"Bound by compute: every part that another plan could avoid is below {SMALL:.0%} of the step."
+    name = {"recompute": "recomputed forward", "interference": "compute slowed by overlap"}.get(part, part_name(part))
+    return f"{format_seconds(seconds)} ({share:.0%}) of the step is {name}, the largest part that another plan could avoid."
 
 
 def pipeline_verdict(e: Estimate) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-// The buttons of the page: find the best plan, compare, copy, theme.
+// The buttons of the page: find the best plan, pin a scenario, save and share, theme.
 
 import { clear, format, h } from "meshwright/draw.js";
 import { toast } from "meshwright/notice.js";
+import { download } from "meshwright/save.js";
+import * as scenarios from "meshwright/scenarios.js";
 import * as source from "meshwright/source.js";
 import * as state from "meshwright/state.js";
 
@@ -11,7 +13,7 @@ let search = null; // the AbortController of a search that runs
 /** Build the buttons. */
 export function begin(element) {
   theme();
-  element.append(...(source.live ? [h("span", { class: "of-plan" }, best(), compare(), copy("Copy plan.toml", "toml"), copy("Copy command", "command"), copySettings())] : []), themeButton(), inputsButton());
+  element.append(...(source.live ? [h("span", { class: "of-plan" }, best(), pin(), save())] : []), themeButton(), inputsButton());
 }
 
 function best() {
@@ -27,7 +29,7 @@ function best() {
     tick();
     let found = null;
     try {
-      await source.views({ config, views: ["leaders"], options: {}, compare: null }, search.signal, (answer) => {
+      await source.views({ config, views: ["leaders"], options: {} }, search.signal, (answer) => {
         if (answer.error) throw new source.Refusal(answer.error);
         found = answer.data;
         words = `best so far ${format.seconds(found.leaders[0].step_time_s)}`;
@@ -46,50 +48,45 @@ function best() {
   return [button, status];
 }
 
-function compare() {
-  const button = h("button", { type: "button", id: "compare", "aria-pressed": "false", title: "Keep the present plan as plan 2 in every view, and go on changing plan 1", onclick: () => {
-    const on = state.get().page.compare !== null;
-    state.set("page.compare", on ? null : structuredClone(state.get().plan));
-    if (!on) toast("The present plan is kept as plan 2; change the inputs to see both");
-  } }, "Compare with mine");
-  state.subscribe(show);
-  function show() {
-    const on = state.get().page.compare !== null;
-    button.setAttribute("aria-pressed", String(on));
-    button.textContent = on ? "Stop comparing" : "Compare with mine";
-  }
-  show();
-  return button;
-}
+const pin = () => h("button", { type: "button", id: "pin", title: "Keep this configuration as a scenario and compare others with it", onclick: scenarios.pin }, "Pin as scenario");
 
-function copy(label, key) {
-  return h("button", { type: "button", onclick: async () => {
+/** A menu: everything that can be taken from the present plan, and a link to it. */
+function save() {
+  const item = (label, action) => h("button", { type: "button", onclick: () => run(action) }, label);
+  const run = async (action) => {
     try {
-      const text = (await source.text(state.config()))[key];
-      await navigator.clipboard.writeText(text);
-      toast(`Copied: ${text.split("\n")[0]}${text.includes("\n") ? " …" : ""}`);
+      toast((await action()) ?? "Saved");
+      menu.open = false;
     } catch (error) {
-      toast(error.error?.what ?? `Could not copy: ${error.message}`);
+      toast(error.error?.what ?? `That did not work: ${error.message}`);
     }
-  } }, label);
-}
-
-/** A menu of frameworks: choosing one copies its settings for the present plan. */
-function copySettings() {
-  const select = h("select", { id: "copy-settings", "aria-label": "Copy as settings of another framework", onchange: async () => {
-    const name = select.value, title = select.selectedOptions[0].textContent;
+  };
+  const copy = async (text) => (await navigator.clipboard.writeText(text), `Copied: ${text.split("\n")[0]}`);
+  const written = async (kind, name) => {
+    const found = (await source.text(state.config()))[kind][name];
+    if (found.error) throw new source.Refusal(found.error);
+    download(found.file, found.text);
+    return `Saved ${found.file}${found.lost?.length ? `; it cannot express ${found.lost.join(", ")}` : ""}`;
+  };
+  const choose = (label, kind) => h("select", { "aria-label": label, onchange: (event) => {
+    const select = event.currentTarget, name = select.value;
     select.selectedIndex = 0;
-    try {
-      const found = (await source.text(state.config())).settings[name];
-      if (found.error) throw new source.Refusal(found.error);
-      await navigator.clipboard.writeText(found.text);
-      toast(`Copied: settings of ${title}${found.lost.length ? `; they cannot express ${found.lost.join(", ")}` : ""}`);
-    } catch (error) {
-      toast(error.error?.what ?? `Could not copy: ${error.message}`);
-    }
-  } }, h("option", { value: "" }, "Copy as … settings"));
-  source.catalog().then(({ frameworks }) => select.append(...frameworks.map(({ name, title }) => h("option", { value: name }, title))));
-  return select;
+    run(() => written(kind, name));
+  } }, h("option", { value: "" }, `${label} …`));
+  const settings = choose("Settings of a framework", "settings"), launch = choose("Launch file", "launch");
+  source.catalog().then(({ frameworks, launchers }) => {
+    settings.append(...frameworks.map(({ name, title }) => h("option", { value: name }, title)));
+    launch.append(...launchers.map(({ name }) => h("option", { value: name }, name)));
+  });
+  const menu = h("details", { class: "menu", onkeydown: (event) => event.key === "Escape" && (menu.open = false) }, h("summary", { class: "button" }, "Save or share"), h("div", null,
+    item("Copy the link", () => copy(location.href)),
+    item("Plan file", async () => download("plan.toml", (await source.text(state.config())).toml)),
+    item("Copy the command", async () => copy((await source.text(state.config())).command)),
+    settings, launch,
+    item("Trace of the step, for Perfetto", async () => download("step-trace.json", JSON.stringify(await source.trace(state.config())))),
+    item("Scenarios", () => download("scenarios.json", JSON.stringify({ scenarios: scenarios.all() }, null, 1)))));
+  document.addEventListener("click", (event) => menu.contains(event.target) || (menu.open = false));
+  return menu;
 }
 
 function theme(wanted) {

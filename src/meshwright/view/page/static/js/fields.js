@@ -1,48 +1,75 @@
 // Widgets of the inputs. Each is { node, follow(…) }: follow() shows the present value and keeps the focus.
 
-import { clear, format, h } from "meshwright/draw.js";
+import { clear, format, formula, h } from "meshwright/draw.js";
 
 let serial = 0;
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b); // a value may be a list
 const unique = (name) => `${name.replace(/\W/g, "-")}-${serial++}`;
 
-/** Values that are not possible, each with its reason: a list that opens. */
-function reasons(choices, text) {
-  const illegal = choices.filter((c) => !c.legal);
-  if (!illegal.length) return null;
-  const groups = new Map();
-  for (const c of illegal) groups.set(c.reason, [...(groups.get(c.reason) ?? []), text(c.value)]);
-  const names = illegal.map((c) => text(c.value)).join(", ");
-  return h("details", { class: "why" }, h("summary", null, `not possible: ${names.length > 34 ? `${names.slice(0, 32)}…` : names}`),
-    h("ul", null, [...groups].map(([reason, values]) => h("li", null, h("b", null, values.join(", ")), `: ${reason}`))));
+/** A line below a field that says why its value is not possible; the field is marked. `fail("")` takes it away. */
+function complaint(input) {
+  const node = h("p", { class: "why", id: unique("why"), role: "status" });
+  const fail = (why) => {
+    node.textContent = why;
+    input?.setAttribute("aria-invalid", String(Boolean(why)));
+    if (why) input?.setAttribute("aria-describedby", node.id);
+  };
+  return { node, fail };
 }
 
-/** What a value would do to the step and the memory: a short text under it, the whole in its tip. */
-const sign = (value) => (value > 0 ? "+" : "−");
-const described = (c) => (c.saves_s === undefined ? null : `step ${sign(-c.saves_s)}${format.seconds(Math.abs(c.saves_s))}, memory ${sign(c.more_gib)}${format.gib(Math.abs(c.more_gib))}${c.fits ? "" : ": does not fit"}`);
-function effect(c) {
-  const { saves_s: saves, fits } = c, none = Math.abs(saves) < 1e-9;
-  if (saves === undefined) return null;
-  return h("small", { title: described(c), class: !fits ? "tone-bad" : none ? null : saves > 0 ? "tone-good" : "tone-warn" }, none ? "±0" : `${sign(-saves)}${format.seconds(Math.abs(saves), 2)}`);
+const signed = (value, text) => (Math.abs(value) < 1e-9 ? "±0" : `${value > 0 ? "+" : "−"}${text(Math.abs(value), 2)}`);
+const hasEffect = (c) => c.saves_s !== undefined;
+const toneOf = (c) => (c.fits === false ? "tone-bad" : Math.abs(c.saves_s) < 1e-9 ? null : c.saves_s > 0 ? "tone-good" : "tone-warn");
+
+/** What a value does: to the step, to the memory, and which other fields follow; or why it is not possible, with the arithmetic. */
+function described(name, c) {
+  if (!c.legal) return `${name}: not possible\n${c.reason}`;
+  const follows = Object.entries(c.changes ?? {}).map(([path, value]) => `${path.replace("plan.", "")} = ${value}`).join(", ");
+  const effect = hasEffect(c) ? [`step ${signed(-c.saves_s, format.seconds)}`, `memory ${signed(c.more_gib, format.gib)}${c.fits ? "" : ": does not fit"}`] : [];
+  return [name, ...effect, ...(follows ? [`with ${follows}`] : [])].join("\n");
 }
 
-/** A row of values, one chosen: radio buttons drawn as chips. choices: [{ value, legal, reason, changes }]. */
-export function chips(label, about, pick, { text = String, most = 14 } = {}) {
-  const name = unique(label), row = h("div", { class: "chips" }), why = h("div", null);
-  const node = h("fieldset", { class: "field" }, h("legend", { title: about }, label), row, why);
-  let drawn = "";
+/** A row of values, one chosen: radio buttons drawn as chips, each with its change of step time and of memory.
+ *  choices: [{ value, legal, reason, changes, saves_s, more_gib, fits }]. `number`: any other number may be typed. */
+export function chips(label, about, pick, { text = String, most = 14, number = false } = {}) {
+  const name = unique(label), row = h("div", { class: "chips" });
+  const exact = number ? h("input", { type: "number", min: 1, step: 1, "aria-label": `${label}, exact`, onchange: typed }) : null;
+  const why = complaint(exact);
+  const node = h("fieldset", { class: "field" }, h("legend", { title: about }, label, exact), row, why.node);
+  let drawn = "", now = null, choices = [];
+  function typed() {
+    const value = Number(exact.value);
+    if (!Number.isInteger(value) || value < 1) return why.fail("A whole number from 1 is needed");
+    why.fail("");
+    pick(choices.find((c) => c.value === value && c.legal) ?? { value, changes: {}, typed: true }, why.fail);
+  }
+  function choose(c) {
+    if (c.legal) return pick(c, why.fail);
+    mark();
+    why.fail(`${text(c.value)}: ${c.reason}`);
+  }
+  const mark = () => row.querySelectorAll("input").forEach((input) => { input.checked = input.value === String(now); });
+  const chip = (c) => {
+    const words = described(`${label}: ${text(c.value)}`, c);
+    const input = h("input", { type: "radio", name, value: String(c.value), "aria-label": text(c.value), "aria-description": words.split("\n").slice(1).join(", ") || null, "aria-disabled": c.legal ? null : "true", onchange: () => choose(c) });
+    const effects = hasEffect(c) && c.value !== now ? [h("small", { class: toneOf(c) }, signed(-c.saves_s, format.seconds)), h("small", { class: c.fits ? null : "tone-bad" }, signed(c.more_gib, format.gib))] : null;
+    return h("label", null, formula(input, words), h("span", { class: c.fits === false ? "too-large" : null }, text(c.value), effects));
+  };
   return {
     node,
-    follow(choices, value) {
-      const shown = around(choices, value, most), key = JSON.stringify(shown);
+    follow(offered, value) {
+      choices = offered;
+      const shown = around(offered, value, most), key = JSON.stringify([shown, value]);
+      if (now !== value && exact && document.activeElement !== exact) exact.value = String(value);
+      if (now !== value) why.fail("");
+      now = value;
       if (key !== drawn) {
         const focused = row.contains(document.activeElement) ? document.activeElement.value : null;
-        clear(row).append(...shown.map((c) => h("label", { title: c.reason || null }, h("input", { type: "radio", name, value: String(c.value), "aria-label": text(c.value), "aria-description": described(c), disabled: !c.legal && c.value !== value, onchange: () => pick(c) }), h("span", { class: c.fits === false ? "too-large" : null }, text(c.value), effect(c)))));
-        clear(why).append(...[reasons(shown.filter((c) => c.value !== value), text)].filter(Boolean));
+        clear(row).append(...shown.map(chip));
         drawn = key;
         if (focused !== null) [...row.querySelectorAll("input")].find((i) => i.value === focused)?.focus({ preventScroll: true });
       }
-      for (const input of row.querySelectorAll("input")) input.checked = input.value === String(value);
+      mark();
     },
   };
 }
@@ -56,70 +83,21 @@ function around(choices, value, most) {
   return choices.filter((c) => kept.has(c));
 }
 
-const worded = (c) => {
-  const node = effect(c);
-  return node ? `  (${node.textContent}${c.fits ? "" : ", does not fit"})` : "";
-};
-
-/** A select of words, illegal ones disabled with their reason. */
+/** A select of words with their effects; one that is not possible is disabled and says why. */
 export function words(label, about, pick, { text = String } = {}) {
-  const id = unique(label), why = h("div", null);
+  const id = unique(label);
   let current = [];
-  const select = h("select", { id, onchange: () => pick(current[select.selectedIndex]) });
-  const node = h("div", { class: "field" }, h("label", { for: id, title: about }, label), select, why);
+  const select = h("select", { id, onchange: () => pick(current[select.selectedIndex], () => {}) });
+  const effect = (c, value) => (hasEffect(c) && !same(c.value, value) ? ` (${signed(-c.saves_s, format.seconds)}, ${signed(c.more_gib, format.gib)}${c.fits ? "" : ", does not fit"})` : "");
   let drawn = "";
   return {
-    node,
+    node: h("div", { class: "field" }, h("label", { for: id, title: about }, label), select),
     follow(choices, value) {
       current = choices;
-      const key = JSON.stringify(choices);
-      if (key !== drawn) {
-        clear(select).append(...choices.map((c) => h("option", { value: String(c.value), disabled: !c.legal, title: c.reason || null }, c.legal ? `${text(c.value)}${worded(c)}` : `${text(c.value)} (not possible)`)));
-        clear(why).append(...[reasons(choices.filter((c) => !same(c.value, value)), text)].filter(Boolean));
-        drawn = key;
-      }
+      const key = JSON.stringify([choices, value]);
+      if (key !== drawn) clear(select).append(...choices.map((c) => h("option", { value: String(c.value), disabled: !c.legal }, c.legal ? `${text(c.value)}${effect(c, value)}` : `${text(c.value)}: ${c.reason}`)));
+      drawn = key;
       select.selectedIndex = choices.findIndex((c) => same(c.value, value));
-    },
-  };
-}
-
-/** A slider over the sizes that are offered, and a number field for any other. begin() is called when a movement starts. */
-export function size(label, pick, { text = format.whole, begin = () => {}, type = null } = {}) {
-  const id = unique(label), why = h("p", { class: "why" });
-  let stops = [], value = 0, moving = false;
-  const start = () => {
-    if (!moving) begin();
-    moving = true;
-  };
-  const range = h("input", { type: "range", id, min: 0, max: 0, step: 1, value: 0, oninput: () => {
-    start();
-    const stop = stops[Number(range.value)];
-    show(stop.value);
-    why.textContent = stop.legal ? "" : stop.reason;
-    if (stop.legal) pick(stop);
-  }, onchange: () => { moving = false; } });
-  const exact = h("input", { type: "number", min: 1, "aria-label": `${label}, exact`, onchange: () => {
-    const wanted = Math.round(Number(exact.value));
-    moving = false;
-    if (wanted >= 1) (type ?? pick)(stops.find((s) => s.value === wanted) ?? { value: wanted, changes: {}, typed: true });
-  } });
-  const output = h("output", { for: id });
-  const show = (v) => {
-    value = v;
-    output.textContent = text(v);
-    range.setAttribute("aria-valuetext", text(v));
-    if (document.activeElement !== exact) exact.value = String(v);
-  };
-  return {
-    node: h("div", { class: "field size" }, h("label", { for: id }, h("span", null, label), output), h("div", { class: "with-number" }, range, exact), why),
-    follow(choices, present) {
-      if (!moving) stops = choices;
-      range.max = String(Math.max(0, stops.length - 1));
-      const at = stops.findIndex((s) => s.value >= present);
-      if (!moving) range.value = String(at < 0 ? stops.length - 1 : at);
-      if (!moving || value !== present) show(present);
-      const stop = stops.find((s) => s.value === present);
-      why.textContent = stop && !stop.legal ? stop.reason : "";
     },
   };
 }
@@ -139,14 +117,20 @@ export function check(label, about, pick) {
   };
 }
 
-/** A number or a text that is sent when it is complete. */
+/** A number or a text that is sent when it is complete. pick(value, fail) may say why it is not possible. */
 export function entry(label, about, pick, { type = "number", min = 0, placeholder = "" } = {}) {
   const id = unique(label);
-  const input = h("input", { type, id, min: type === "number" ? min : null, step: "any", placeholder, onchange: () => pick(type === "number" ? (input.value === "" ? null : Number(input.value)) : input.value.trim() || null) });
+  const input = h("input", { type, id, min: type === "number" ? min : null, step: "any", placeholder, onchange: () => {
+    const value = type === "number" ? (input.value === "" ? null : Number(input.value)) : input.value.trim() || null;
+    why.fail("");
+    if (type === "number" && (input.validity.badInput || value < min)) why.fail(`A number from ${min} is needed`);
+    else pick(value, why.fail);
+  } });
+  const why = complaint(input);
   return {
-    node: h("div", { class: "field" }, h("label", { for: id, title: about }, label), input),
+    node: h("div", { class: "field" }, h("label", { for: id, title: about }, label), input, why.node),
     follow(value) {
-      if (document.activeElement !== input) input.value = value ?? "";
+      if (document.activeElement !== input && input.getAttribute("aria-invalid") !== "true") input.value = value ?? "";
     },
   };
 }
@@ -210,18 +194,3 @@ export function picker(label, pick) {
   };
 }
 
-/** A place to drop a file on, and a button that opens one. take(text, name) gets its content. */
-export function drop(words, accept, take) {
-  const file = h("input", { type: "file", accept, class: "hidden", tabindex: "-1", "aria-hidden": "true", onchange: () => read(file.files[0]) });
-  const node = h("div", { class: "drop", ondragover: (event) => { event.preventDefault(); node.classList.add("over"); }, ondragleave: () => node.classList.remove("over"), ondrop: (event) => {
-    event.preventDefault();
-    node.classList.remove("over");
-    read(event.dataTransfer.files[0]);
-  } }, h("button", { type: "button", class: "small", onclick: () => file.click() }, words), " or drop it here", file);
-  const read = async (found) => {
-    if (!found) return;
-    take(await found.text(), found.name);
-    file.value = "";
-  };
-  return node;
-}

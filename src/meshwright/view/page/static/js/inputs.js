@@ -2,7 +2,8 @@
 // the server says (/api/choices): no rule of a legal plan is written here.
 
 import { clear, format, h } from "meshwright/draw.js";
-import { check, chips, drop, entry, picker, size, words } from "meshwright/fields.js";
+import { check, chips, entry, picker, words } from "meshwright/fields.js";
+import * as files from "meshwright/files.js";
 import { refusal, toast } from "meshwright/notice.js";
 import { ownCluster, ownModel } from "meshwright/own.js";
 import * as source from "meshwright/source.js";
@@ -10,14 +11,14 @@ import * as state from "meshwright/state.js";
 
 const AXES = ["dp", "tp", "cp", "pp", "ep"];
 const ANY = (values) => values.map((value) => ({ value, legal: true, reason: "", changes: {} }));
-let catalog = null, choices = null, base = null, asked = null, timer = 0;
+let catalog = null, choices = null, asked = null, timer = 0;
 const widgets = []; // functions that show the present state
-let form = null, problems = null, unread = null; // problems: of the present state; unread: why a file could not be read, until the next change
+let form = null, problems = null;
 
 const plan = (field) => state.get().plan[field] ?? catalog.fields.plan[field].default;
 const workload = (field) => state.get().workload[field] ?? catalog.fields.workload[field].default;
 const about = (section, field) => catalog.fields[section]?.[field]?.about ?? "";
-const nameOf = (part) => (typeof part === "string" ? part : part.extends ?? part.name ?? "own");
+const nameOf = (part) => (typeof part === "string" ? part : part.name ?? part.extends ?? "own");
 
 /** Set values; one that equals its default is left out, so that addresses stay short. */
 function apply(changes) {
@@ -32,36 +33,45 @@ function apply(changes) {
 /** Whether the choices that are shown were computed for the present state. */
 const fresh = () => choices?.key === JSON.stringify(state.config());
 
-const planChoice = (field) => (choice) => (!fresh() ? mendAfter({ [`plan.${field}`]: choice.value }) : apply({ ...Object.fromEntries(Object.entries(choice.changes).map(([k, v]) => [`plan.${k}`, v])), [`plan.${field}`]: choice.value }));
+/** Plan fields named alone get their path: { shard: 8 } → { "plan.shard": 8 }. */
+const paths = (changes) => Object.fromEntries(Object.entries(changes).map(([k, v]) => [k.includes(".") ? k : `plan.${k}`, v]));
+const choose = (path) => (choice, fail) => (choice.typed || !fresh() ? mendAfter({ [path]: choice.value }, fail) : apply({ ...paths(choice.changes), [path]: choice.value }));
 
-/** While a slider moves, every position starts from the plan for which its stops were computed, so that moving back restores it. */
-const beginMove = () => { base = choices?.plan ?? null; };
-function sizeChoice(path) {
-  return (choice) => {
-    if (choice.typed) return mendAfter({ [path]: choice.value });
-    const restored = {};
-    if (base) for (const key of new Set([...Object.keys(base), ...Object.keys(state.get().plan)])) restored[`plan.${key}`] = base[key] ?? null;
-    apply({ ...restored, ...choice.changes, [path]: choice.value });
-  };
-}
+let pending = {}, fails = {}; // changes that wait for the plan that makes them legal, and where to say that one is not possible
+let turn = 0; // of the newest question: an older answer is dropped
 
-/** Apply changes, and the changes of the plan that make it legal with them. */
-async function mendAfter(changes) {
-  const next = structuredClone(state.config());
-  for (const [path, value] of Object.entries(changes)) {
+/** Apply changes, and the changes of the plan that make it legal with them. The last input wins: what waits is asked for again with it.
+ *  `fail(why, error)` marks a field; without it the reason stands above the knobs. `illegal`: a plan that nothing makes legal is shown with
+ *  its error, not refused. Returns what followed, or null. */
+export async function mendAfter(changes, fail = null, illegal = !fail) {
+  pending = { ...pending, ...changes };
+  for (const path of Object.keys(changes)) fails[path] = fail;
+  const mine = ++turn, next = structuredClone(state.config());
+  for (const [path, value] of Object.entries(pending)) {
     const [section, field] = path.split(".");
     if (field === undefined) next[section] = value;
     else next[section] = { ...(typeof next[section] === "string" ? { extends: next[section] } : next[section]), [field]: value };
   }
+  const settle = () => {
+    const settled = { changes: pending, fails: Object.values(fails) };
+    [pending, fails] = [{}, {}];
+    return settled;
+  };
   try {
     const found = await source.choices(next);
-    if (found.problem && found.mend) {
-      const words = Object.entries(found.mend).map(([path, value]) => `${path.replace("plan.", "")} = ${value}`).join(", ");
-      toast(`The plan follows: ${words}`);
-    }
-    apply({ ...changes, ...(found.mend ?? {}) });
+    if (mine !== turn) return null;
+    if (found.problem && !found.mend && !illegal) throw new source.Refusal(found.problem);
+    const mend = found.mend ?? {};
+    apply({ ...settle().changes, ...mend });
+    const followed = Object.entries(mend).map(([path, value]) => `${path.replace("plan.", "")} = ${value}`).join(", ");
+    if (followed) toast(`The plan follows: ${followed}`);
+    return followed;
   } catch (error) {
-    clear(problems).append(refusal(error.error ?? { what: String(error) }));
+    if (mine !== turn) return null;
+    const words = error.error ?? { code: "", what: String(error), why: "", valid: [], fix: "" }, marked = settle().fails.filter(Boolean);
+    marked.forEach((mark) => mark([words.what, words.why].filter(Boolean).join(". "), words));
+    if (!marked.length) clear(problems).append(refusal(words));
+    return null;
   }
 }
 
@@ -78,19 +88,17 @@ function follow(widget, read) {
 }
 
 const fieldChoices = (field, values) => choices?.fields[field] ?? ANY(values ?? [plan(field)]);
-const degree = (field, label, text) => follow(chips(label, about("plan", field), planChoice(field), { text, most: 8 }), () => [fieldChoices(field), plan(field)]);
-const word = (field, label, text) => follow(words(label, about("plan", field), planChoice(field), { text }), () => [fieldChoices(field), plan(field)]);
+const degree = (field, label, text, most = 6) => follow(chips(label, about("plan", field), choose(`plan.${field}`), { text, most }), () => [fieldChoices(field), plan(field)]);
+const word = (field, label, text) => follow(words(label, about("plan", field), choose(`plan.${field}`), { text }), () => [fieldChoices(field), plan(field)]);
 /** A field that is shown only where the server offers values for it: elsewhere it has no effect. */
 const where = (field, node) => when(() => choices?.fields[field], node);
 const flag = (field, label, show = () => ({})) => follow(check(label, about("plan", field), (value) => apply({ [`plan.${field}`]: value })), () => [plan(field), show()]);
-const sized = (path, label, read, text) => follow(size(label, sizeChoice(path), { text, begin: beginMove }), () => [choices?.sizes[path] ?? ANY([read()]), read()]);
+const sizeOf = (path, read) => [choices?.sizes[path] ?? ANY([read()]), read()];
+const sized = (path, label, read, text) => follow(chips(label, about(...path.split(".")), choose(path), { text, most: 5, number: true }), () => sizeOf(path, read));
 
 const gpus = () => state.at("cluster.gpus") ?? choices?.world ?? 0;
 const hasSequence = () => !choices || "workload.seq" in choices.sizes;
-const ofWorkload = (field, label) => {
-  const pick = (c) => (fresh() ? apply({ ...c.changes, [`workload.${field}`]: c.value }) : mendAfter({ [`workload.${field}`]: c.value }));
-  return follow(words(label, about("workload", field), pick), () => [choices?.sizes[`workload.${field}`] ?? ANY([workload(field)]), workload(field)]);
-};
+const ofWorkload = (field, label, widget = words) => follow(widget(label, about("workload", field), choose(`workload.${field}`), {}), () => sizeOf(`workload.${field}`, () => workload(field)));
 /** A node that is shown only where a condition holds. */
 function when(condition, node) {
   widgets.push(() => { node.hidden = !condition(); });
@@ -101,63 +109,23 @@ function when(condition, node) {
 function knobs() {
   const model = picker("Model, from the catalog", (name) => mendAfter({ model: name }));
   const cluster = picker("Cluster, from the catalog", (name) => mendAfter({ cluster: { extends: name, gpus: gpus() || 8 } }));
-  const node = () => catalog.clusters.find((c) => c.name === nameOf(state.get().cluster))?.node ?? state.at("cluster.levels")?.[0]?.size ?? 8;
-  const nodes = (n) => `${format.whole(n)} = ${n >= node() ? `${format.number(n / node())} × ${node()}` : "part of a node"}`;
-  return h("div", { class: "knobs" }, h("div", { class: "sizes" }, presets(),
+  return h("div", { class: "knobs" },
     follow(model, () => [catalog.models, nameOf(state.get().model)]), follow(cluster, () => [catalog.clusters, nameOf(state.get().cluster)]),
-    sized("cluster.gpus", "GPUs", gpus, nodes), sized("workload.batch", "Global batch, samples", () => workload("batch")),
-    when(hasSequence, sized("workload.seq", "Sequence, tokens", () => workload("seq"))), ofWorkload("precision", "Precision")), h("div", { class: "degrees" },
+    presets(), files.picker(), when(() => plan("pp") > 1, word("schedule", "Pipeline schedule")), ofWorkload("precision", "Precision", chips), when(() => plan("pp") > 1, degree("virtual", "Stages per rank, virtual", undefined, 4)),
+    sized("cluster.gpus", "GPUs", gpus, format.whole), sized("workload.batch", "Global batch, samples", () => workload("batch"), format.whole),
+    when(hasSequence, sized("workload.seq", "Sequence, tokens", () => workload("seq"), format.whole)), degree("zero", "ZeRO stage"), degree("recompute", "Recompute"),
     degree("tp", "Tensor parallel, tp"), degree("pp", "Pipeline stages, pp"), degree("cp", "Context parallel, cp"),
-    when(() => (choices?.fields.ep?.length ?? 1) > 1, degree("ep", "Expert parallel, ep")), degree("zero", "ZeRO stage"),
-    degree("microbatch", "Micro-batch, samples"), degree("recompute", "Recompute"),
-    when(() => plan("pp") > 1, word("schedule", "Pipeline schedule")), when(() => plan("pp") > 1, degree("virtual", "Stages per rank, virtual"))));
-}
-
-function modelSection() {
-  const file = drop("Open a config.json", ".json,application/json", async (text, name) => {
-    try {
-      const table = await source.model(JSON.parse(text));
-      const file = name.replace(/\.json$/, ""); // config.json names no model: then its architecture does
-      mendAfter({ model: { ...table, name: /^config/.test(file) ? table.name : file } });
-    } catch (error) {
-      clear(unread).append(refusal(error.error ?? { code: "", what: `'${name}' is not JSON`, why: String(error), valid: [], fix: "" }));
-    }
-  });
-  return section("Model", () => nameOf(state.get().model), file, ownModel(state, mendAfter, widgets));
-}
-
-function clusterSection() {
-  const file = drop("Open a calibrated cluster.toml", ".toml", async (text, name) => {
-    try {
-      const { cluster } = await source.cluster(text);
-      mendAfter({ cluster: typeof cluster === "string" ? { extends: cluster, gpus: gpus() } : { ...cluster, gpus: cluster.gpus || gpus() } });
-    } catch (error) {
-      clear(unread).append(refusal(error.error ?? { code: "", what: `'${name}' could not be read`, why: String(error), valid: [], fix: "" }));
-    }
-  });
-  return section("Cluster", () => nameOf(state.get().cluster), file, ownCluster(state, catalog, mendAfter, widgets));
+    when(() => (choices?.fields.ep?.length ?? 1) > 1, degree("ep", "Expert parallel, ep")),
+    degree("microbatch", "Micro-batch, samples"));
 }
 
 function workloadSection() {
   const stack = words("Training stack", "how the framework behaves: launches, fusion, overlap", (c) => mendAfter({ stack: c.value }));
-  const tokens = entry("Token budget, such as 15T", about("workload", "tokens"), (value) => apply({ "workload.tokens": value ?? 0 }), { type: "text", placeholder: "none" });
+  const tokens = entry("Token budget, such as 15T", about("workload", "tokens"), (value, fail) => mendAfter({ "workload.tokens": value ?? 0 }, fail), { type: "text", placeholder: "none" });
   const perStep = () => (hasSequence() ? `${format.count(workload("batch") * workload("seq"))} tokens` : `${format.count(workload("batch"))} samples`);
   return section("Workload and stack", () => `${perStep()} per step`,
     follow(stack, () => [ANY(catalog.stacks.map((s) => s.name)), nameOf(state.get().stack)]),
     h("div", { class: "pair" }, ofWorkload("optimizer", "Optimizer"), ofWorkload("scaling", "fp8 scales"), follow(tokens, () => [workload("tokens") || ""])));
-}
-
-/** Take model, workload, stack and plan from settings of another framework; data parallelism takes the GPUs that are left. */
-async function openSettings(text, name) {
-  try {
-    const { config, read } = await source.settings(text, name, gpus());
-    state.update({ ...config, page: state.get().page });
-    const others = [["unknown", read.unknown], ["not modelled", read.not_modelled], ["without effect", read.no_effect]].filter(([, keys]) => keys.length);
-    toast(`${read.framework}: ${Object.keys(read.understood).length} keys read${others.map(([kind, keys]) => `, ${keys.length} ${kind}`).join("")}`);
-    clear(problems);
-  } catch (error) {
-    clear(unread).append(refusal(error.error ?? { code: "", what: `'${name}' could not be read`, why: String(error), valid: [], fix: "" }));
-  }
 }
 
 function planSection() {
@@ -171,8 +139,7 @@ function planSection() {
   const layers = entry("Layers of each stage, such as 7, 9, 9, 7", about("plan", "layers_per_stage"), (value) => apply({ "plan.layers_per_stage": (value?.match(/\d+/g) ?? []).map(Number) }), { type: "text", placeholder: "as even as possible" });
   const stageLayers = follow(layers, () => [[plan("layers_per_stage")].flat().join(", ")]);
   when(() => plan("pp") > 1, stageLayers);
-  const file = drop("Open settings of another framework", ".toml,.yaml,.yml,.json,.sh,.txt", openSettings);
-  return section("Plan", () => `${format.whole(choices?.world ?? gpus())} GPUs`, file,
+  return section("Plan", () => `${format.whole(choices?.world ?? gpus())} GPUs`,
     flag("sp", "Sequence parallel, sp", needs(() => plan("tp") > 1, "(needs tp above 1)")),
     degree("shard", "Data parallel, sharded"), degree("replicate", "Data parallel, replicated"),
     when(() => (choices?.fields.ep?.length ?? 1) > 1, degree("expert_tp", "Tensor parallel inside experts (0: tp)")), stageLayers,
@@ -197,7 +164,7 @@ function presets() {
     const keep = state.get().page;
     state.update({ ...found.state, page: { ...keep, ...found.page, options: { ...keep.options, ...found.page?.options } } });
     select.selectedIndex = 0;
-  } }, h("option", null, "…"), catalog.presets.map((p) => h("option", { title: p.about }, p.title)));
+  } }, h("option", null, "…"), [...new Set(catalog.presets.map((p) => p.group))].map((group) => h("optgroup", { label: group }, catalog.presets.filter((p) => p.group === group).map((p) => h("option", { title: p.about }, p.title)))));
   return h("div", { class: "field" }, h("label", { for: "preset" }, "Start from"), select);
 }
 
@@ -210,15 +177,14 @@ export async function begin(element) {
     return;
   }
   problems = h("div", { "aria-live": "polite" });
-  unread = h("div", { "aria-live": "polite" });
   try {
     catalog = await source.catalog();
   } catch (error) {
     form.append(refusal(error.error));
     return;
   }
-  const all = h("details", { id: "all-settings" }, h("summary", null, "All settings and files"), h("div", { class: "sections" }, modelSection(), clusterSection(), workloadSection(), planSection()));
-  form.append(problems, unread, knobs(), all);
+  const all = h("details", { id: "all-settings" }, h("summary", null, "All settings, own model and own cluster"), h("div", { class: "sections" }, section("Model", () => nameOf(state.get().model), ownModel(state, catalog, () => choices?.model, mendAfter, widgets)), section("Cluster", () => nameOf(state.get().cluster), ownCluster(state, catalog, mendAfter, widgets)), workloadSection(), planSection()));
+  form.append(problems, files.begin(gpus, mendAfter), knobs(), all);
   show();
   ask();
 }
@@ -239,7 +205,8 @@ export function update() {
   asked?.abort();
   clearTimeout(timer);
   show();
-  if (!fresh()) [problems, unread].forEach(clear); // else only the view or its options changed
+  if (!fresh()) clear(problems); // else only the view or its options changed
+  if (Object.keys(pending).length) mendAfter({}); // the state changed while an input waits: it follows from the new state
 }
 
 /** The views have been answered: ask for the choices of the present state, unless they are known. */

@@ -1,9 +1,11 @@
-// The frame: navigation, inputs, verdict, and the view that is shown. A change of the state aborts what was asked before and asks again;
+// The frame: navigation, inputs, verdict, and the views that are open. A change of the state aborts what was asked before and asks again;
 // an answer of an older state is dropped.
 
 import { h, clear, format } from "meshwright/draw.js";
 import * as actions from "meshwright/actions.js";
 import * as inputs from "meshwright/inputs.js";
+import * as save from "meshwright/save.js";
+import * as scenarios from "meshwright/scenarios.js";
 import * as source from "meshwright/source.js";
 import * as state from "meshwright/state.js";
 import { refusal } from "meshwright/notice.js";
@@ -11,10 +13,10 @@ import * as verdict from "meshwright/verdict.js";
 import { VIEWS } from "meshwright/views.js";
 
 const find = (id) => document.getElementById(id);
-const parts = { workspaces: find("workspaces"), nav: find("views"), view: find("view"), verdict: find("verdict"), subject: find("subject") };
-let answers = new Map(); // by view name: { data, compare, final, error } for the present plan file
+const parts = { workspaces: find("workspaces"), nav: find("views"), view: find("view"), verdict: find("verdict"), scenarios: find("scenarios"), subject: find("subject") };
+const answers = new Map(); // by view name: { data, final, error, stale } for the present plan file
 let asked = null; // the AbortController of the request that runs
-let shown = null; // { view, body }
+let shown = []; // { view, section, body, drawn } of each panel that is open
 let pressed = false; // a pointer is down in the view: what it presses must stay until the click
 let postponed = false; // a drawing waits for that
 
@@ -25,73 +27,76 @@ const isLocal = (name) => Boolean(VIEWS.find((view) => view.name === name)?.loca
 const available = (view) => source.live || (!view.liveOnly && needs(view).every(source.has));
 const current = () => VIEWS.find((view) => view.name === state.get().page.view && available(view)) ?? VIEWS.find(available) ?? VIEWS[0];
 
-let links = []; // [view, link]
 const WORKSPACES = { plan: "Plan", learn: "Learn", runs: "Runs" };
 const inWorkspace = (name) => VIEWS.filter((view) => view.workspace === name && available(view));
-
-/** The workspaces in the header, and the views of the present one. */
-function navigation() {
-  const { workspace } = current();
-  const button = h("button", { type: "button", id: "views-button", "aria-expanded": "false", onclick: () => {
-    const closed = parts.nav.classList.toggle("closed");
-    button.setAttribute("aria-expanded", String(!closed));
-  } });
-  links = [];
-  const tabs = Object.entries(WORKSPACES).filter(([name]) => inWorkspace(name).length).map(([name, title]) => {
-    const views = inWorkspace(name), tab = link(views.includes(current()) ? current() : views[0], title);
-    if (name === workspace) tab.setAttribute("aria-current", "true");
-    return h("li", null, tab);
-  });
-  clear(parts.workspaces).append(h("ul", null, tabs));
-  links = []; // the tabs are made anew; the links of views follow
-  const views = inWorkspace(workspace);
-  clear(parts.nav).append(button, h("ul", null, views.map((view) => h("li", null, link(view)))));
-  parts.nav.hidden = views.length < 2;
-  parts.workspaces.hidden = tabs.length < 2;
-  document.body.dataset.workspace = source.bare ? "none" : workspace;
+const tabOf = (view) => view.tab ?? view.short ?? view.title;
+/** The views that are shown together: in the workspace Plan the overview, and below it those of the open tab. */
+function open() {
+  const now = current(), first = inWorkspace("plan")[0];
+  if (now.workspace !== "plan") return [now];
+  return [first, ...inWorkspace("plan").filter((view) => view !== first && tabOf(view) === tabOf(now))];
 }
 
-function link(view, title = view.short ?? view.title) {
-  const node = h("a", { onclick: (event) => {
+/** The workspaces in the header, and the tabs of the present one: a tab opens all views of its name. */
+function navigation() {
+  const now = current(), views = inWorkspace(now.workspace), isPlan = now.workspace === "plan";
+  const workspace = ([name, title]) => {
+    const own = inWorkspace(name), tab = link(own.includes(now) ? now : own[0], title);
+    if (name === now.workspace) tab.setAttribute("aria-current", "true");
+    return h("li", null, tab);
+  };
+  const tab = (view) => {
+    const node = link(isPlan && tabOf(view) === tabOf(now) ? views[0] : view, tabOf(view)); // an open tab closes
+    if (tabOf(view) === tabOf(now)) node.setAttribute("aria-current", "page");
+    return h("li", null, node);
+  };
+  const workspaces = Object.entries(WORKSPACES).filter(([name]) => inWorkspace(name).length);
+  clear(parts.workspaces).append(h("ul", null, workspaces.map(workspace)));
+  parts.workspaces.hidden = workspaces.length < 2;
+  const tabs = (isPlan ? views.slice(1) : views).filter((view, i, all) => all.findIndex((other) => tabOf(other) === tabOf(view)) === i);
+  clear(parts.nav).append(h("ul", null, tabs.map(tab)));
+  parts.nav.hidden = views.length < 2;
+  document.body.dataset.workspace = source.bare ? "none" : now.workspace;
+  document.title = `${now.title} · Meshwright`;
+}
+
+function link(view, title) {
+  const { page, ...rest } = state.get();
+  return h("a", { href: state.address({ ...rest, page: { ...page, view: view.name } }), onclick: (event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return; // a new tab or window
     event.preventDefault();
     state.set("page.view", view.name);
   } }, title);
-  const { page, ...rest } = state.get();
-  node.href = state.address({ ...rest, page: { ...page, view: view.name } });
-  links.push([view, node]);
-  return node;
 }
 
-/** Let the links lead to the present state with another view. */
-function follow() {
-  const now = current();
-  navigation();
-  for (const [view, node] of links) {
-    if (view === now) node.setAttribute("aria-current", "page");
-    else node.removeAttribute("aria-current");
-  }
-  document.title = `${now.title} · Meshwright`;
-  document.getElementById("views-button").textContent = `View: ${now.title} ▾`;
-  parts.nav.classList.add("closed");
-}
-
+/** The panels of the open views; one that stays open keeps its drawing. */
 function frame() {
-  const view = current();
-  if (shown?.view === view) return shown;
-  shown?.view.leave?.();
+  const views = open(), now = current();
+  if (views.length === shown.length && views.every((view, i) => view === shown[i].view)) return mark(now);
+  for (const panel of shown) if (!views.includes(panel.view)) panel.view.leave?.();
+  shown = views.map((view) => shown.find((panel) => panel.view === view) ?? panelOf(view));
+  const [first, ...others] = shown.map((panel) => panel.section);
+  if (views[0].workspace === "plan") parts.view.replaceChildren(first, parts.scenarios, parts.nav, ...others);
+  else {
+    parts.view.before(parts.nav);
+    parts.view.replaceChildren(first, ...others);
+  }
+  mark(now);
+  if (others.length) shown.find((panel) => panel.view === now)?.section.scrollIntoView({ block: "nearest" });
+}
+
+function panelOf(view) {
   const body = h("div", { class: "body" });
-  clear(parts.view).append(h("h2", { id: "title" }, view.title), h("p", { class: "sentence" }, (view.sentence ?? "").split("`").map((text, i) => (i % 2 ? h("code", null, text) : text))), body);
-  parts.view.dataset.view = view.name;
-  parts.view.classList.toggle("own-title", Boolean(view.ownTitle));
-  shown = { view, body };
-  return shown;
+  return { view, body, drawn: null, section: h("section", { class: view.ownTitle ? "view own-title" : "view", dataset: { name: view.name } }, h("h2", null, view.title), h("p", { class: "sentence" }, view.sentence ?? ""), body) };
+}
+
+function mark(now) {
+  parts.view.dataset.view = now.name;
+  for (const { view, section } of shown) section.firstChild.id = view === now ? "title" : "";
 }
 
 function context(view, refreshing) {
-  const names = needs(view), compared = names.map((name) => answers.get(name)?.compare ?? null);
   return {
-    compare: compared.every((c) => c === null) ? null : view.needs ? Object.fromEntries(names.map((name, i) => [name, compared[i]])) : compared[0],
     options: state.get().page.options[view.name] ?? {},
     setOptions: (options) => state.set(`page.options.${view.name}`, { ...state.get().page.options[view.name], ...options }),
     set: state.set,
@@ -103,32 +108,45 @@ function context(view, refreshing) {
   };
 }
 
-/** Draw the view with the answers that are there; keep the old drawing until new data has come. */
-function draw() {
+/** Draw the open views with the answers that are there. `again`: also those whose answers did not change. */
+function draw(again = true) {
   if (pressed) return void (postponed = true);
-  const { view, body } = frame(), names = needs(view), found = names.map((name) => answers.get(name));
-  const busy = found.some((a) => !a || !a.final || a.stale);
+  frame();
+  const busy = shown.map((panel) => drawPanel(panel, again)).some(Boolean);
   parts.view.classList.toggle("refreshing", busy);
   parts.view.setAttribute("aria-busy", String(busy));
-  const failed = found.find((a) => a?.error);
-  if (failed && !view.drawsErrors) return clear(body).append(refusal(failed.error));
+}
+
+/** Draw one view; returns whether an answer is missing. The old drawing stays until new data has come. */
+function drawPanel(panel, again) {
+  const { view, body } = panel, names = needs(view), found = names.map((name) => answers.get(name));
+  const busy = found.some((a) => !a || !a.final || a.stale), failed = found.find((a) => a?.error);
+  const drawn = JSON.stringify([found.map((a) => a?.serial), state.get().page.options[view.name], busy]);
+  if (!again && panel.drawn === drawn) return busy;
+  panel.drawn = drawn;
+  if (failed && !view.drawsErrors) {
+    clear(body).append(refusal(failed.error));
+    return busy;
+  }
   if (found.some((a) => !a?.data)) {
     if (!body.firstChild) body.append(h("p", { class: "empty" }, "Computing …"));
-    return;
+    return busy;
   }
-  if (found.length && found.every((a) => a.stale)) return;
+  if (found.length && found.every((a) => a.stale)) return busy;
   const data = view.needs ? Object.fromEntries(names.map((name, i) => [name, found[i].data])) : found[0].data;
   const height = body.offsetHeight, focused = focusPath(body);
   body.style.minHeight = `${height}px`; // the page does not jump while the view is drawn again
   clear(body);
   try {
     view.draw(body, data, context(view, busy));
+    save.attach(body, view.name);
   } catch (error) {
     console.error(error);
     body.append(refusal({ code: "", what: `the view "${view.title}" could not be drawn`, why: String(error), valid: [], fix: "" }));
   }
   body.style.minHeight = "";
   focused?.();
+  return busy;
 }
 
 // A view draws its controls anew; the control in the same place gets the focus back.
@@ -139,35 +157,30 @@ function focusPath(body) {
   return () => [...body.querySelectorAll("button, select, input, a, [tabindex]")][index]?.focus({ preventScroll: true });
 }
 
-/** Ask for what the view and the verdict need and do not have. `answered` is called once each of them has a first answer. */
+let serial = 0; // of answers
+/** Ask for what the open views and the verdict need and do not have. `answered` is called once each of them has a first answer. */
 async function refresh(answered = () => {}) {
-  const view = current(), now = state.get();
+  const now = state.get();
   asked?.abort();
   asked = new AbortController();
   const { signal } = asked;
-  const names = [...new Set(["verdict", ...needs(view)])].filter((name) => source.has(name) && (!answers.get(name)?.final || answers.get(name).stale));
+  const names = [...new Set(["verdict", ...open().flatMap(needs)])].filter((name) => source.has(name) && (!answers.get(name)?.final || answers.get(name).stale));
   const waiting = new Set(names);
-  if (!names.length) {
-    draw();
-    return queueMicrotask(answered);
-  }
+  draw(!names.length);
+  if (!names.length) return queueMicrotask(answered);
   const options = Object.fromEntries(names.filter((name) => now.page.options[name] && !isLocal(name)).map((name) => [name, now.page.options[name]]));
-  draw();
+  const received = (name, answer) => {
+    answers.set(name, { data: answer.data ?? null, final: answer.final !== false, error: answer.error ?? null, serial: serial++ });
+    if (name === "verdict") announce();
+    schedule();
+    if (waiting.delete(name) && !waiting.size) answered();
+  };
   try {
-    await source.views({ config: state.config(now), views: names, options, compare: now.page.compare }, signal, (answer) => {
-      if (signal.aborted) return;
-      answers.set(answer.view, { data: answer.data, compare: answer.compare_data ?? null, final: answer.final !== false, error: answer.error ?? null });
-      if (answer.view === "verdict") announce();
-      if (needs(current()).includes(answer.view)) schedule();
-      if (waiting.delete(answer.view) && !waiting.size) answered();
-    });
+    await source.views({ config: state.config(now), views: names, options }, signal, (answer) => signal.aborted || received(answer.view, answer));
     if (waiting.size && !signal.aborted) answered(); // the server ended early
   } catch (error) {
     if (error.name === "AbortError" || signal.aborted) return;
-    for (const name of names) answers.set(name, { data: null, compare: null, final: true, error: error.error ?? { code: "", what: String(error), why: "", valid: [], fix: "" } });
-    announce();
-    schedule();
-    answered();
+    for (const name of names) received(name, { error: error.error ?? { code: "", what: String(error), why: "", valid: [], fix: "" } });
   }
 }
 
@@ -177,19 +190,19 @@ function schedule() {
   scheduled = true;
   queueMicrotask(() => {
     scheduled = false;
-    draw();
+    draw(false);
   });
 }
 
 function announce() {
   const found = answers.get("verdict");
-  if (found) verdict.bar(parts.verdict, found, source.live ? state.update : null);
+  if (found) verdict.bar(parts.verdict, found);
   const data = found?.data;
   if (data?.subject) clear(parts.subject).append(h("b", null, data.subject.model), ` on ${format.whole(data.subject.gpus)} × ${data.subject.accelerator} · `, data.subject.plan);
 }
 
 /** What an answer depends on, besides the options of its view. */
-const keyOf = (s) => JSON.stringify([state.config(s), s.page.compare]);
+const keyOf = (s) => JSON.stringify(state.config(s));
 
 function changed(now, before) {
   if (keyOf(now) !== keyOf(before)) for (const answer of answers.values()) answer.stale = true;
@@ -197,8 +210,11 @@ function changed(now, before) {
     const same = JSON.stringify(now.page.options[name]) === JSON.stringify(before.page.options[name]);
     if (!same && !isLocal(name) && answers.has(name)) answers.get(name).stale = true;
   }
-  refresh(inputs.askSoon); // its request leaves first: links and inputs follow while the server computes
-  follow();
+  refresh(() => { // its request leaves first: links and inputs follow while the server computes
+    inputs.askSoon();
+    scenarios.draw(parts.scenarios);
+  });
+  navigation();
   inputs.update();
 }
 
@@ -206,20 +222,20 @@ function begin() {
   state.begin(source.state);
   actions.begin(find("actions"));
   inputs.begin(find("inputs"));
-  follow();
+  navigation();
   state.subscribe(changed);
   let width = parts.view.clientWidth;
   new ResizeObserver(() => {
     if (Math.abs(parts.view.clientWidth - width) < 2) return;
     width = parts.view.clientWidth;
-    draw();
+    redraw();
   }).observe(parts.view);
-  document.addEventListener("meshwright:theme", draw);
+  document.addEventListener("meshwright:theme", redraw);
   parts.view.addEventListener("pointerdown", () => { pressed = true; });
   for (const kind of ["pointerup", "pointercancel"]) {
     window.addEventListener(kind, () => {
       pressed = false;
-      if (postponed) setTimeout(draw); // after the click
+      if (postponed) setTimeout(() => draw()); // after the click
       postponed = false;
     });
   }
@@ -227,7 +243,12 @@ function begin() {
     event.preventDefault();
     parts.view.focus();
   });
-  refresh();
+  refresh(redraw);
+}
+
+function redraw() {
+  draw();
+  scenarios.draw(parts.scenarios);
 }
 
 begin();

@@ -45,8 +45,8 @@ async function ask(path, { body, signal, type = "application/json" } = {}) {
 
 const json = async (path, options) => (await ask(path, options)).json();
 
-/** Data of views: onanswer({ view, data, compare_data, final, error }) for each line as it arrives. Throws a Refusal, or AbortError. */
-export async function views({ config, views: names, options, compare }, signal, onanswer) {
+/** Data of views: onanswer({ view, data, final, error }) for each line as it arrives. Throws a Refusal, or AbortError. */
+export async function views({ config, views: names, options }, signal, onanswer) {
   if (!live) {
     for (const view of names) {
       const found = embedded.views[view];
@@ -54,7 +54,7 @@ export async function views({ config, views: names, options, compare }, signal, 
     }
     return;
   }
-  const response = await ask("/api/views", { body: { config, views: names, options, compare }, signal });
+  const response = await ask("/api/views", { body: { config, views: names, options }, signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
@@ -72,12 +72,11 @@ let loaded = null;
 export const catalog = () => (loaded ??= live ? json("/api/catalog") : Promise.resolve(embedded.catalog));
 export const choices = (config, signal) => json("/api/choices", { body: config, signal });
 export const text = (config, signal) => json("/api/text", { body: config, signal });
-export const plan = (config, signal) => json("/api/plan", { body: config, signal });
-export const model = (table) => json("/api/model", { body: table });
-export const settings = (text, name, gpus) => json("/api/settings", { body: { lines: text.split("\n"), name, gpus } });
-export const cluster = (toml) => json("/api/cluster", { body: { lines: toml.split("\n") } });
+export const trace = (config) => json("/api/trace", { body: config });
 /** The view of dropped files: { view, data }. Their bytes go to this server as they are read from the disk. */
 export const dropped = (files, reference, signal) => json(`/api/dropped${reference ? `?reference=${encodeURIComponent(reference)}` : ""}`, { body: new Blob(files.flatMap(({ name, file }) => [`${JSON.stringify({ name, size: file.size })}\n`, file])), type: "application/x-meshwright-files", signal });
+/** What a file is: { kind, config, unread }. */
+export const file = (body) => json("/api/file", { body });
 /** Whether there may be training runs: a server knows some, or `meshwright report` wrote them into the file. */
 export const hasRuns = live || Boolean(embedded.runs);
 /** The runs of a written file: their list, and each by its name. */

@@ -1,6 +1,7 @@
 // The state of the page: a plan file as JSON and what the page shows. It lives in the address, so every state can be shared and
 // the back button undoes. The fragment has only what differs from the start: #view=memory&plan.tp=4&plan.shard=8
 
+export const MOST_PINS = 8;
 export const SECTIONS = ["model", "cluster", "stack", "workload", "plan"];
 const START = {
   model: "llama3-70b",
@@ -8,7 +9,7 @@ const START = {
   stack: "megatron-core",
   workload: { batch: 512, seq: 8192 },
   plan: { tp: 8, sp: true, pp: 2, shard: 4, zero: 1, recompute: "selective" },
-  page: { view: "overview", compare: null, options: {} },
+  page: { view: "overview", pins: [], options: {} },
 };
 
 let start = structuredClone(START);
@@ -45,7 +46,7 @@ export function update(changes, { replace = false } = {}) {
   const before = now, next = structuredClone(now);
   for (const [path, value] of Object.entries(changes)) put(next, path, value);
   for (const section of SECTIONS) next[section] ??= structuredClone(START[section]);
-  next.page.compare ??= null;
+  next.page.pins ??= [];
   next.page.options ??= {};
   if (JSON.stringify(next) === JSON.stringify(before)) return;
   now = next;
@@ -61,15 +62,19 @@ export const set = (path, value) => update({ [path]: value });
 
 /** The fragment that restores a state. */
 export function address(state) {
-  const words = [];
-  difference(start, state, "", words);
-  return `#${words.join("&")}`;
+  return `#${wordsOf(state)}`;
+}
+
+function wordsOf(state) {
+  const words = [], of = Object.fromEntries(Object.keys(state).map((key) => [key, start[key]]));
+  difference(of, state, "", words);
+  return words.join("&");
 }
 
 function difference(a, b, prefix, words) {
   for (const key of new Set([...Object.keys(a), ...Object.keys(b)])) {
     const path = prefix + key, [from, to] = [a[key], b[key]];
-    if (path === "page.compare" && isTable(to)) words.push(`compare=${encode(JSON.stringify(to))}`);
+    if (path === "page.pins") for (const pin of to) words.push(`pin=${encode(JSON.stringify([pin.name, wordsOf(pin.config)]))}`);
     else if (isTable(to) && (isTable(from) || from === undefined || typeof from === "string") && !path.startsWith("page.options.")) {
       if (typeof from === "string") difference({}, to, `${path}.`, words);
       else difference(from ?? {}, to, `${path}.`, words);
@@ -88,22 +93,27 @@ function parse(text) {
 /** The state of a fragment; parts that do not parse are left out. */
 export function read(fragment) {
   const state = structuredClone(start);
-  const page = new Set(["view", "compare", "options"]);
+  const page = new Set(["view", "options"]);
   for (const pair of fragment.replace(/^#/, "").split("&").filter(Boolean)) {
     const cut = pair.indexOf("=");
     if (cut < 1) continue;
     const decode = (text) => { try { return decodeURIComponent(text.replace(/\+/g, " ")); } catch { return ""; } };
     const path = decode(pair.slice(0, cut)), first = path.split(".")[0], value = parse(decode(pair.slice(cut + 1)));
     if (/(^|\.)(__proto__|constructor|prototype)(\.|$)/.test(path)) continue;
-    if (page.has(first)) put(state, `page.${path}`, value);
+    if (first === "pin") readPin(state, value);
+    else if (page.has(first)) put(state, `page.${path}`, value);
     else if (SECTIONS.includes(first)) putRead(state, path, value);
   }
   if (!isTable(state.page.options)) state.page.options = {};
-  if (!isTable(state.page.compare)) state.page.compare = null;
   if (typeof state.page.view !== "string") state.page.view = START.page.view;
   for (const section of ["workload", "plan"]) if (!isTable(state[section])) state[section] = {};
   for (const section of ["model", "cluster", "stack"]) if (!isTable(state[section]) && typeof state[section] !== "string") state[section] = structuredClone(START[section]);
   return state;
+}
+
+function readPin(state, value) {
+  if (!Array.isArray(value) || value.length !== 2 || !value.every((part) => typeof part === "string") || value[1].includes("pin=")) return;
+  if (state.page.pins.length < MOST_PINS) state.page.pins.push({ name: value[0], config: config(read(value[1])) });
 }
 
 function putRead(state, path, value) {

@@ -23,14 +23,12 @@ import { view as strategies } from "meshwright/views/strategies.js";
 import { view as timeline } from "meshwright/views/timeline.js";
 import { views as runs } from "meshwright/views/runs.js";
 import { view as traced } from "meshwright/views/traced.js";
-import { view as verdict } from "meshwright/views/verdict.js";
 import { view as waterfall } from "meshwright/views/waterfall.js";
 import { view as zero } from "meshwright/views/zero.js";
 import * as source from "meshwright/source.js";
 
 export const VIEWS = [
   overview,
-  verdict,
   memory,
   waterfall,
   timeline,

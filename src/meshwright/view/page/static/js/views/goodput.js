@@ -7,7 +7,7 @@ const MTBF = [["", "as Llama 3’s GPUs"], "30min", "1h", "3h", "12h", "3d"], SA
 export const view = {
   name: "goodput",
   title: "Goodput and checkpoints",
-  short: "Goodput",
+  tab: "Goodput",
   workspace: "plan",
   sentence: "Saving often wastes time on saves, saving seldom loses work at a failure. The curve is flat around its top: half or twice the best interval costs little.",
   draw(element, data, context) {
@@ -30,7 +30,6 @@ export const view = {
     axis(c, x, "bottom", { label: "time between checkpoints", ticks: c.width < 420 ? ticks.filter((_, i) => i % 2 === 0) : ticks, format: (v) => format.seconds(v) });
     axis(c, y, "left", { label: "goodput", format: (v) => format.percent(v, y.domain[0] > 0.85 ? 1 : 0) });
     line(c, data.curve.map((p) => ({ x: p.interval_s, y: p.goodput })), { x, y });
-    if (context.compare) line(c, context.compare.curve.filter((p) => p.interval_s >= first && p.interval_s <= last).map((p) => ({ x: p.interval_s, y: p.goodput })), { x, y, colour: "second", dash: "5 4" });
     scatter(c, data.curve.filter((_, i) => i % 4 === 0).map((p) => ({ x: p.interval_s, y: p.goodput, formula: p.formula })), { x, y, radius: 4 });
     c.plot.append(svg("line", { x1: x(data.daly_s), x2: x(data.daly_s), y1: 0, y2: c.height, stroke: "optimizer", "stroke-width": 1.8, "stroke-dasharray": "5 4" }));
     label(c, `Daly ${format.seconds(data.daly_s)}`, x(data.daly_s) + 5, c.height - 8, { size: 11, colour: "optimizer", halo: true });

@@ -5,7 +5,7 @@ import { axis, band, figure, format, h, heatmap, panel, ramp, table } from "mesh
 export const view = {
   name: "heatmap",
   title: "Tensor × pipeline parallelism",
-  short: "tp × pp map",
+  tab: "Best plans",
   workspace: "plan",
   sentence: "Throughput of the fastest plan with these degrees; all other fields are searched. Grey pairs have no plan, for the reason in the cell. Choose a cell to use its plan.",
   draw(element, data, context) {
@@ -39,5 +39,5 @@ function chart(element, data, context) {
     chosen: cell.tp === data.mine.tp && cell.pp === data.mine.pp,
     onclick: cell.fits && context.live ? () => context.set("plan", cell.plan) : null,
   })), { x, y });
-  element.append(h("p", { class: "sentence" }, `Numbers: tokens per second, ${format.count(low)} to ${format.count(high)}. Outlined: this plan, tp ${data.mine.tp} × pp ${data.mine.pp}${context.compare ? `; plan 2 has tp ${context.compare.mine.tp} × pp ${context.compare.mine.pp}` : ""}.`));
+  element.append(h("p", { class: "sentence" }, `Numbers: tokens per second, ${format.count(low)} to ${format.count(high)}. Outlined: this plan, tp ${data.mine.tp} × pp ${data.mine.pp}.`));
 }

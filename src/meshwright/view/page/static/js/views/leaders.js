@@ -5,9 +5,9 @@ import { format, h, panel, stat, table } from "meshwright/draw.js";
 export const view = {
   name: "leaders",
   title: "The best plans",
-  short: "Best plans",
+  tab: "Best plans",
   workspace: "plan",
-  sentence: "The fastest plans that fit, found by the same search as `meshwright plan`. “Use” puts a plan into the inputs.",
+  sentence: "The fastest plans that fit, found by the same search as the command plan. “Use” puts a plan into the knobs.",
   draw(element, data, context) {
     const best = data.leaders[0], use = (row) => context.update({ plan: row.plan });
     element.append(h("div", { class: "stats" },

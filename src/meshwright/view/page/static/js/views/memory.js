@@ -6,14 +6,14 @@ import * as part from "meshwright/parts.js";
 export const view = {
   name: "memory",
   title: "Memory per GPU",
-  short: "Memory",
+  tab: "Memory",
   workspace: "plan",
   sentence: "Each bar is the peak of one pipeline stage’s GPUs, split by what fills it. A bar beyond the dashed line does not fit.",
   draw(element, data, context) {
     element.append(h("div", { class: "stats" }, ...stats(data)));
     const bars = panel("By pipeline stage", data.stages.length > 1 ? "Early stages hold the activations of more micro-batches in flight." : "One stage: all GPUs hold the same.");
     element.append(bars);
-    stages(bars, data, context.compare);
+    stages(bars, data);
     const time = panel("Over time within the step", `Stage ${data.timeline.stage} keeps up to ${format.number(data.timeline.in_flight)} micro-batches between their forward and their backward.`);
     if (data.stages.length > 1) time.append(h("div", { class: "controls" }, choice("Stage", data.stages.map((s) => [s.stage, `stage ${s.stage}`]), data.timeline.stage, (stage) => context.setOptions({ stage }))));
     element.append(time);
@@ -32,17 +32,13 @@ function stats(data) {
   ];
 }
 
-/** The stacked bars of the stages; with a second plan, its bar under each. Shared with the overview. */
-export function stages(element, data, compare, { most = 16 } = {}) {
+/** The stacked bars of the stages. Shared with the overview. */
+export function stages(element, data, { most = 16 } = {}) {
   const shown = data.stages.length > most ? [...data.stages.slice(0, most / 2), ...data.stages.slice(-most / 2)] : data.stages;
-  const row = (prefix, stage) => ({ label: `${prefix}stage ${stage.stage}`, total: stage.total_gib, parts: stage.parts.map((p) => ({ value: p.gib, ...part.memory(p.name), formula: `${p.name}: ${format.gib(p.gib)}\n${p.formula}` })) });
-  const rows = shown.flatMap((stage) => {
-    const other = compare?.stages.find((s) => s.stage === stage.stage);
-    return compare ? [row("1 · ", stage), ...(other ? [row("2 · ", other)] : [])] : [row("", stage)];
-  });
+  const rows = shown.map((stage) => ({ label: `stage ${stage.stage}`, total: stage.total_gib, parts: stage.parts.map((p) => ({ value: p.gib, ...part.memory(p.name), formula: `${p.name}: ${format.gib(p.gib)}\n${p.formula}` })) }));
   const peak = Math.max(...rows.map((r) => r.total)), far = data.limit_gib > 4 * peak; // a small model: the limit would hide its bars
   const most_gib = far ? peak * 1.25 : Math.max(data.limit_gib, peak) * 1.02;
-  const chart = figure(element, { height: 56 + Math.min(26, 220 / Math.sqrt(rows.length)) * rows.length, left: compare ? 78 : 62, right: 64, bottom: 40, label: `Memory per GPU by stage: ${rows.map((r) => `${r.label} ${format.gib(r.total)}`).join(", ")}; the limit is ${format.gib(data.limit_gib)}` });
+  const chart = figure(element, { height: 56 + Math.min(26, 220 / Math.sqrt(rows.length)) * rows.length, left: 62, right: 64, bottom: 40, label: `Memory per GPU by stage: ${rows.map((r) => `${r.label} ${format.gib(r.total)}`).join(", ")}; the limit is ${format.gib(data.limit_gib)}` });
   const x = linear([0, most_gib], [0, chart.width]), y = band(rows.map((r) => r.label), [0, chart.height]);
   axis(chart, x, "bottom", { label: "GiB per GPU" });
   axis(chart, y, "left");

@@ -9,29 +9,24 @@ export const view = {
   workspace: "learn",
   sentence: "The same layers without and with overlap. Above: compute; below: messages on the network. What ends after the last compute is exposed.",
   draw(element, data, context) {
-    const other = context.compare;
-    element.append(h("p", { class: data.ddp || data.fsdp ? "sentence" : "notice" }, data.note), ...(other ? [h("p", { class: "sentence" }, `Plan 2: ${other.note}`)] : []));
-    if (data.ddp || other?.ddp) {
+    element.append(h("p", { class: data.ddp || data.fsdp ? "sentence" : "notice" }, data.note));
+    if (data.ddp) {
       const box = panel("DDP: gradient buckets behind backward", "");
-      if (context.live && data.ddp) box.append(h("div", { class: "controls" }, choice("Bucket", data.bucket_choices.map((b) => [b.bytes, b.text]), data.bucket_bytes, (bucket) => context.setOptions({ bucket }))));
+      if (context.live) box.append(h("div", { class: "controls" }, choice("Bucket", data.bucket_choices.map((b) => [b.bytes, b.text]), data.bucket_bytes, (bucket) => context.setOptions({ bucket }))));
       element.append(box);
-      plans(box, data.ddp, other, other?.ddp, "backward", "dp", "bucket all-reduce");
+      plan(box, data.ddp, "backward", "dp", "bucket all-reduce");
     }
-    if (data.fsdp || other?.fsdp) {
+    if (data.fsdp) {
       const box = panel("FSDP: the next layer’s weights are fetched early", "");
       element.append(box);
-      plans(box, data.fsdp, other, other?.fsdp, "forward", "gathered", "all-gather of weights");
+      plan(box, data.fsdp, "forward", "gathered", "all-gather of weights");
     }
   },
 };
 
-/** The timelines of this plan, and those of the second plan at the same scale. */
-function plans(element, first, other, second, compute, comm, name) {
-  const top = Math.max(...[first, second].flatMap((d) => d?.ways.map((w) => w.end_s) ?? []));
-  for (const [d, prefix] of [[first, other ? "Plan 1: " : ""], ...(other ? [[second, "Plan 2: "]] : [])]) {
-    element.append(h("p", { class: "sentence" }, prefix + (d ? d.formula.split("\n")[0] : "no timeline.")));
-    if (d) ways(element, d, top, compute, comm);
-  }
+function plan(element, d, compute, comm, name) {
+  element.append(h("p", { class: "sentence" }, d.formula.split("\n")[0]));
+  ways(element, d, Math.max(...d.ways.map((w) => w.end_s)), compute, comm);
   element.append(legend([{ label: compute, colour: compute }, { label: name, colour: comm, pattern: "hatch" }, { label: "end", colour: "bad", shape: "line" }]));
 }
 

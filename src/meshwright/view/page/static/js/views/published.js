@@ -5,11 +5,11 @@ import { axis, band, figure, format, h, label, legend, log, panel, scatter, stat
 export const view = {
   name: "published",
   title: "Predicted against published",
-  short: "Published runs",
+  tab: "Published runs",
   workspace: "plan",
   sentence: "Each mark is one published figure: left of the line we predict less than was measured, right of it more. The bar is the error band of the prediction.",
-  draw(element, data, context) {
-    element.append(runs(data, context.compare));
+  draw(element, data) {
+    element.append(runs(data));
     const box = panel(data.matches ? `Runs of ${data.model}, then others` : "Published training runs", data.note);
     element.append(box);
     const rows = data.rows.map((r, i) => ({ ...r, key: `${i}`, text: `${r.title} · ${r.unit}` })), small = box.clientWidth < 560;
@@ -33,13 +33,13 @@ export const view = {
   },
 };
 
-/** Well-known runs, predicted and measured, with this plan's prediction (and that of plan 2) in the same units. */
-function runs(data, compare) {
+/** Well-known runs, predicted and measured, with this plan's prediction in the same units. */
+function runs(data) {
   const figures = (name, p) => stat(name, `${format.count(p.tokens_per_s_per_gpu)} ${p.unit}/s per GPU`, { detail: `predicted: step ${format.seconds(p.step_time_s)}, ${format.seconds(p.low_s)} to ${format.seconds(p.high_s)}`, formula: p.title });
   const near = data.runs.filter((r) => r.like);
   const words = near.length ? `${near.length} of them share the model or the GPU (${data.model}, ${data.accelerator}) and come first.` : `None of them is of ${data.model} or on ${data.accelerator}.`;
   return panel("Well-known runs and this plan", `Measured step times of published runs, and what we predict for them. ${words}`,
-    h("div", { class: "stats" }, figures(compare ? "Plan 1" : "This plan", data.plan), compare ? figures("Plan 2", compare.plan) : null),
+    h("div", { class: "stats" }, figures("This plan", data.plan)),
     table([
       { title: "run", key: "run", formula: (r) => r.plan }, { title: "shares", key: "like", text: (v) => v || "–" }, { title: "GPUs", key: "gpus", text: (v) => format.whole(v), align: "right" }, { title: "GPU", key: "accelerator" },
       { title: "measured", key: "measured_s", text: (v) => format.seconds(v), align: "right" }, { title: "predicted", key: "predicted_s", text: (v) => format.seconds(v), align: "right", formula: (r) => r.formula },

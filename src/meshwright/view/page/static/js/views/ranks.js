@@ -7,12 +7,11 @@ const COLOURS = { tp: "tp", cp: "cp", pp: "pp", dp: "dp", ep: "ep" };
 export const view = {
   name: "ranks",
   title: "The grid of ranks",
-  short: "Ranks",
+  tab: "Ranks",
   workspace: "plan",
   sentence: "Every square is a GPU; a frame is a node. Choose a rank to light the groups it belongs to: ranks of a group exchange messages on the links that their frame shares, or between frames.",
   localOptions: true,
   draw(element, data, context) {
-    const other = context.compare;
     const box = panel("Ranks and nodes", data.note);
     element.append(box);
     if (data.world === 1) return;
@@ -20,7 +19,6 @@ export const view = {
     grid(box, data, rank, context);
     box.append(legend(data.axes.map((a) => ({ label: `${a.axis} group of rank ${rank}`, colour: COLOURS[a.axis] }))));
     box.append(groups(data, rank));
-    if (other) second(element, other, rank, context);
     const cube = panel("The same ranks on the axes of the plan", "Columns: tensor- (and context-) parallel ranks; rows: pipeline stages; sheets: data-parallel replicas. A group of one axis is a line of this grid.");
     element.append(cube);
     sheets(cube, data, rank, context);
@@ -32,15 +30,6 @@ const groups = (data, rank) => table([
   { title: "axis", key: "axis" }, { title: "ranks per group", key: "size", align: "right" }, { title: "groups", key: "groups", text: (v) => format.whole(v), align: "right" },
   { title: "links", key: "level" }, { title: `group of rank ${rank}`, value: (a) => members(a, rank).slice(0, 16).join(", ") + (members(a, rank).length > 16 ? ", …" : ""), formula: (a) => a.formula },
 ], data.axes, { caption: `World = ${Object.entries(data.sizes).map(([a, n]) => `${a} ${n}`).join(" × ")} = ${format.whole(data.world)} ranks, the first axis fastest` });
-
-/** The grid and the groups of the second plan, for the same rank. */
-function second(element, data, wanted, context) {
-  const box = panel("Plan 2: ranks and nodes", data.note), rank = Math.min(wanted, data.drawn - 1);
-  element.append(box);
-  if (data.world === 1) return;
-  grid(box, data, rank, context, " of plan 2");
-  box.append(legend(data.axes.map((a) => ({ label: `${a.axis} group of rank ${rank}`, colour: COLOURS[a.axis] }))), groups(data, rank));
-}
 
 /** Sheets of tp·cp × pp, one behind the other for the data-parallel ranks. */
 function sheets(element, data, rank, context) {
@@ -78,7 +67,7 @@ function groupsOf(data, rank) {
 
 const members = (axis, rank) => axis.group_of.flatMap((g, r) => (g === axis.group_of[rank] ? [r] : []));
 
-function grid(element, data, rank, context, which = "") {
+function grid(element, data, rank, context) {
   const node = Math.min(data.node_size, data.drawn), nodes = Math.ceil(data.drawn / node), across = Math.min(node, 8), down = Math.ceil(node / across);
   const width = element.clientWidth || 640, side = Math.max(5, Math.min(22, Math.floor(Math.sqrt((width * 420) / (data.drawn * 1.5))))), box = { w: across * side + 8, h: down * side + 8 };
   const columns = Math.max(1, Math.floor((width - 8) / (box.w + 6))), rows = Math.ceil(nodes / columns);
@@ -97,7 +86,7 @@ function grid(element, data, rank, context, which = "") {
     if (side >= 17 && data.drawn <= 512) label(c, r, x + size / 2, y + size / 2, { anchor: "middle", middle: true, size: 8, colour: r === rank ? "surface" : mine.length ? "black" : "quiet" }).style.pointerEvents = "none";
   }
   // One target for all ranks: pointer and arrow keys move the chosen rank.
-  const target = svg("rect", { x: 0, y: 0, width: c.width, height: c.height, fill: "transparent", tabindex: "0", role: "slider", "aria-label": `Chosen rank${which}; arrow keys change it`, "aria-valuemin": "0", "aria-valuemax": String(data.drawn - 1), "aria-valuenow": String(rank) });
+  const target = svg("rect", { x: 0, y: 0, width: c.width, height: c.height, fill: "transparent", tabindex: "0", role: "slider", "aria-label": "Chosen rank; arrow keys change it", "aria-valuemin": "0", "aria-valuemax": String(data.drawn - 1), "aria-valuenow": String(rank) });
   const at = (event) => {
     const scale = c.root.getBoundingClientRect(), x = ((event.clientX - scale.left) * c.root.viewBox.baseVal.width) / scale.width - 4, y = ((event.clientY - scale.top) * c.root.viewBox.baseVal.height) / scale.height - 4;
     const column = Math.floor(x / (box.w + 6)), row = Math.floor(y / (box.h + 6)), i = Math.floor((x - column * (box.w + 6) - 4) / side), j = Math.floor((y - row * (box.h + 6) - 4) / side);

@@ -7,13 +7,13 @@ const LEVELS = ["compute", "tp", "optimizer", "ep", "cp"], DASHES = [null, null,
 export const view = {
   name: "roofline",
   title: "Communication roofline",
-  short: "Roofline",
+  tab: "Traffic",
   workspace: "plan",
   sentence: "Each line is one level of links: flat at its bandwidth, falling where latency dominates. Each mark is a collective of this plan, in the colour of the level that it really crosses.",
-  draw(element, data, context) {
+  draw(element, data) {
     const box = panel("Collectives against the level that they cross", data.note);
     element.append(box);
-    chart(box, data, context.compare);
+    chart(box, data);
     const used = [...new Set(data.points.map((p) => p.axis))];
     box.append(legend(data.levels.map((l, k) => ({ label: `${l.name}: ${format.rate(l.bandwidth)}`, colour: LEVELS[k % 5], shape: "line", dash: DASHES[k % 5] }))));
     if (used.length) box.append(h("p", { class: "sentence" }, `Shapes: ${used.map((a) => `${a} ${{ square: "■", triangle: "▲", diamond: "◆", cross: "✕", circle: "●" }[SHAPES[a]]}`).join(", ")}${data.measured.length ? "; hollow: measured" : ""}. ${data.measured.length ? "" : `No bench points: the links are those of the catalog (${data.calibrated || "uncalibrated"}).`}`));
@@ -24,9 +24,9 @@ export const view = {
   },
 };
 
-function chart(element, data, compare) {
-  const points = data.points.filter((p) => p.sent_bytes > 0), other = (compare?.points ?? []).filter((p) => p.sent_bytes > 0);
-  const sizes = [...points, ...other, ...data.measured].map((p) => p.sent_bytes), rates = [...points, ...other, ...data.measured].map((p) => p.rate);
+function chart(element, data) {
+  const points = data.points.filter((p) => p.sent_bytes > 0);
+  const sizes = [...points, ...data.measured].map((p) => p.sent_bytes), rates = [...points, ...data.measured].map((p) => p.rate);
   const low = Math.max(1e6, Math.min(...rates, ...data.levels.map((l) => l.bandwidth / 300)) / 2);
   const c = figure(element, { height: 380, left: 74, right: 18, bottom: 42, top: 18, label: `Roofline: ${data.levels.map((l) => `${l.name} ${format.rate(l.bandwidth)}`).join(", ")}; ${points.length} collectives` });
   const x = log([Math.min(1e3, ...sizes.filter((s) => s > 100)), Math.max(1e9, ...sizes) * 1.6], [0, c.width]), y = log([low, Math.max(...data.levels.map((l) => l.bandwidth)) * 1.5], [c.height, 0]);
@@ -45,7 +45,6 @@ function chart(element, data, compare) {
   const clamp = (p) => ({ ...p, x: Math.max(p.sent_bytes, x.domain[0]), y: Math.max(p.rate, low) });
   scatter(c, data.measured.map((p) => ({ ...clamp(p), colour: "surface", formula: p.formula })), { x, y, radius: 4, focus: false }).forEach((node, i) => node.style.setProperty("stroke", `var(--${LEVELS[data.measured[i].level % 5]})`));
   scatter(c, points.map((p) => ({ ...clamp(p), colour: LEVELS[p.level % 5], shape: SHAPES[p.axis], formula: p.formula })), { x, y, radius: 5.5 });
-  scatter(c, other.map((p) => ({ ...clamp(p), colour: "second", shape: SHAPES[p.axis], radius: 3.5, formula: `plan 2: ${p.formula}` })), { x, y, focus: false });
 }
 
 function list(data) {

@@ -1,14 +1,14 @@
 // Sensitivity: a tornado of the throughput with one quantity 20% less or more.
 
-import { axis, band, figure, format, h, label, legend, linear, panel, rect, scatter } from "meshwright/draw.js";
+import { axis, band, figure, format, h, label, legend, linear, panel, rect } from "meshwright/draw.js";
 
 export const view = {
   name: "sensitivity",
   title: "What matters most",
-  short: "Sensitivity",
+  tab: "Sensitivity",
   workspace: "plan",
   sentence: "Change of this plan’s throughput if one quantity were 20% less (hatched) or 20% more (solid). Buy or tune what has the longest bar.",
-  draw(element, data, context) {
+  draw(element, data) {
     const box = panel("Throughput", data.note);
     element.append(box);
     const rows = data.rows, small = box.clientWidth < 480;
@@ -26,9 +26,7 @@ export const view = {
         label(c, format.change(value, 1), x(value) + (value < 0 ? -4 : 4), y(row.what) + down + half / 2, { anchor: value < 0 ? "end" : "start", middle: true, size: 10, halo: true });
       });
     }
-    const second = (context.compare?.rows ?? []).flatMap((r) => ["less", "more"].filter((key) => r[key] !== null && y(r.what) !== undefined && Math.abs(r[key]) <= most).map((key) => ({ x: r[key], y: [r.what, key], formula: `plan 2: ${r.formula}` })));
-    scatter(c, second, { x, y: ([what, key]) => y(what) + (key === "less" ? 0.25 : 0.75) * y.width, colour: "ink", shape: "diamond", radius: 4, focus: false });
-    box.append(legend([{ label: "20% less: slower", colour: "tp", pattern: "hatch" }, { label: "20% more: faster", colour: "compute" }, { label: "20% less: faster", colour: "compute", pattern: "hatch" }, { label: "20% more: slower", colour: "tp" }, ...(context.compare ? [{ label: "plan 2 (diamonds)", colour: "ink" }] : [])]));
+    box.append(legend([{ label: "20% less: slower", colour: "tp", pattern: "hatch" }, { label: "20% more: faster", colour: "compute" }, { label: "20% less: faster", colour: "compute", pattern: "hatch" }, { label: "20% more: slower", colour: "tp" }]));
     const notes = rows.filter((r) => r.note);
     if (notes.length) box.append(h("ul", null, notes.map((r) => h("li", { class: "sentence" }, `${r.what}: ${r.note}`))));
   },

@@ -7,10 +7,10 @@ const gigabits = (bytes) => `${format.number((bytes * 8) / 1e9)} Gb/s`;
 export const view = {
   name: "stages",
   title: "Between the stages",
-  short: "Bandwidth",
+  tab: "Traffic",
   workspace: "plan",
   sentence: "A boundary is fast enough if sending one micro-batch forward and back takes no longer than computing it.",
-  draw(element, data, context) {
+  draw(element, data) {
     const b = data.bandwidth;
     if (b) {
       element.append(h("div", { class: "stats" },
@@ -19,18 +19,18 @@ export const view = {
         stat("Message", format.bytes(b.message_bytes), { detail: "per micro-batch and direction" })));
       const box = panel("Bandwidth between stages", data.note);
       element.append(box);
-      needs(box, b, context.compare?.bandwidth);
+      needs(box, b);
     } else element.append(h("p", { class: "notice" }, data.note));
     const columns = h("div", { class: "columns" });
     element.append(columns);
     const step = panel("Achieved step time", "Without overlap, as planned, and if all communication were hidden."), chunk = panel("Chunks of the gradient reduction", "More chunks hide more of the transfer but each costs a call: T(k) = k·o + t/k.");
     columns.append(step, ...(data.chunks ? [chunk] : []));
-    steps(step, data.step, context.compare?.step);
+    steps(step, data.step);
     if (data.chunks) chunks(chunk, data.chunks);
   },
 };
 
-function needs(element, b, compare) {
+function needs(element, b) {
   const rows = b.rows.slice(0, 64), values = rows.map((r) => (r.needed * 8) / 1e9), top = (b.available * 8) / 1e9;
   const c = figure(element, { height: 230, left: 62, right: 16, bottom: 42, label: rows.map((r) => r.formula).slice(0, 4).join("; ") });
   const x = band(rows.map((r) => String(r.stage)), [0, c.width], { gap: 0.3, most: 90 }), y = log([Math.min(...values, top) * 0.5, Math.max(...values, top) * 1.8], [c.height, 0]);
@@ -41,7 +41,6 @@ function needs(element, b, compare) {
   rows.forEach((r, i) => bars(c, [{ label: String(r.stage), start: y.domain[0], value: values[i] - y.domain[0], colour: r.needed > b.available ? "bad" : "pp", formula: r.formula, text: rows.length <= 12 ? format.number(values[i]) : null }], { x, y }));
   c.plot.append(svg("line", { x1: 0, x2: c.width, y1: y(top), y2: y(top), stroke: "optimizer", "stroke-width": 2, "stroke-dasharray": "6 4" }));
   label(c, `available: ${format.number(top)} Gb/s`, c.width, y(top) - 6, { anchor: "end", size: 11, colour: "optimizer", halo: true });
-  if (compare) scatter(c, compare.rows.filter((r) => rows[r.stage]).map((r) => ({ x: String(r.stage), y: (r.needed * 8) / 1e9, formula: `plan 2, ${r.formula}` })), { x: (s) => x(s) + x.width / 2, y, colour: "second", shape: "diamond" });
 }
 
 function chunks(element, d) {
@@ -56,8 +55,8 @@ function chunks(element, d) {
   element.append(h("p", { class: "sentence" }, d.formula));
 }
 
-function steps(element, rows, compare) {
-  const all = [...rows.map((r) => ({ ...r, colour: { "no overlap": "tp", "this plan": "compute", "all hidden": "optimizer" }[r.name] })), ...(compare ? [{ ...compare[1], name: "plan 2", colour: "second" }] : [])];
+function steps(element, rows) {
+  const all = [...rows.map((r) => ({ ...r, colour: { "no overlap": "tp", "this plan": "compute", "all hidden": "optimizer" }[r.name] }))];
   const top = Math.max(...all.map((r) => r.step_time_s)), unit = top >= 1 ? ["s", 1] : ["ms", 1e3];
   const c = figure(element, { height: 54 + 34 * all.length, left: 82, right: 72, bottom: 42, label: all.map((r) => `${r.name}: ${format.seconds(r.step_time_s)}`).join(", ") });
   const x = linear([0, top], [0, c.width]), y = band(all.map((r) => r.name), [0, c.height], { gap: 0.3 });

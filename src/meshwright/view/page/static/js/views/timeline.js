@@ -12,7 +12,7 @@ let place = {}; // what is shown; kept while the same pipeline is drawn again
 export const view = {
   name: "timeline",
   title: "Pipeline timeline",
-  short: "Timeline",
+  tab: "Time",
   workspace: "plan",
   sentence: "One lane per pipeline rank, time to the right. Gaps are the bubble. All schedules have the same time scale.",
   draw(element, data, context) {
@@ -23,7 +23,7 @@ export const view = {
       stat("Bubble", format.percent(first.bubble_fraction), { detail: "idle share of the schedule", formula: first.formulas.bubble_fraction, tone: first.bubble_fraction > 0.2 ? "warn" : "" }),
       stat("In flight, most", format.number(Math.max(...first.in_flight)), { detail: "micro-batches on one rank" }),
       stat("Micro-batches", format.whole(first.microbatches), { detail: `on ${first.ranks} ${first.ranks === 1 ? "rank" : "ranks"}` })));
-    const shown = [...data.panels, ...(context.compare ? [{ ...context.compare.panels[0], schedule: `plan 2: ${context.compare.panels[0].schedule}` }] : [])];
+    const shown = data.panels;
     const box = panel("Schedules", data.note);
     element.append(box);
     if (data.choices.length && data.pipeline && context.live) box.append(choose(data, context));

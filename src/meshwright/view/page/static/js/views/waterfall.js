@@ -6,14 +6,14 @@ import * as part from "meshwright/parts.js";
 export const view = {
   name: "waterfall",
   title: "Where the step’s time goes",
-  short: "Step time",
+  tab: "Time",
   workspace: "plan",
   sentence: "Each bar starts where the one above ends; together they are the step of the busiest rank. Orange and pink bars are communication that no compute hides.",
   draw(element, data, context) {
     element.append(h("div", { class: "stats" }, ...stats(data)));
     const parts = panel("The step, part by part", `Bound by ${data.bound_by}: the largest share of the step.`);
     element.append(parts);
-    steps(parts, data, context.compare);
+    steps(parts, data);
     const overlap = panel("What overlap hides", `This plan overlaps ${data.overlap.overlaps.join(", ") || "nothing"} with compute. Double buffering transfers the next piece while the present one is computed: “no overlap” is the step without it, “double buffering” with it on every axis.`);
     element.append(overlap);
     buffering(overlap, data.overlap);
@@ -32,8 +32,8 @@ function stats(data) {
 }
 
 /** The waterfall. Shared with the overview. */
-export function steps(element, data, compare) {
-  const top = Math.max(data.step_time_s, compare?.step_time_s ?? 0), small = element.clientWidth < 480, unit = top >= 1 ? ["s", 1] : ["ms", 1e3];
+export function steps(element, data) {
+  const top = data.step_time_s, small = element.clientWidth < 480, unit = top >= 1 ? ["s", 1] : ["ms", 1e3];
   let sum = 0;
   const rows = data.parts.map((p) => {
     const row = { label: small ? part.NAMES[p.part] ?? p.name : p.name, value: p.s, start: sum, ...part.step(p.part), formula: `${p.name}: ${format.seconds(p.s)} (${format.percent(p.s / data.step_time_s)} of the step)\n${p.formula}`, text: `${format.seconds(p.s)} · ${format.percent(p.s / data.step_time_s)}` };
@@ -41,7 +41,6 @@ export function steps(element, data, compare) {
     return row;
   });
   rows.push({ label: "step", value: data.step_time_s, colour: "quiet", text: format.seconds(data.step_time_s), formula: data.formulas.step });
-  if (compare) rows.push({ label: "step, plan 2", value: compare.step_time_s, colour: "second", text: format.seconds(compare.step_time_s), formula: compare.formulas.step });
   const chart = figure(element, { height: 50 + 25 * rows.length, left: small ? 104 : 196, right: small ? 60 : 100, bottom: 40, label: `Step of ${format.seconds(data.step_time_s)}: ${data.parts.map((p) => `${p.name} ${format.seconds(p.s)}`).join(", ")}` });
   const x = linear([0, top], [0, chart.width]), y = band(rows.map((r) => r.label), [0, chart.height], { gap: 0.3 });
   axis(chart, x, "bottom", { label: `time within the step, ${unit[0]}`, format: (v) => format.number(v * unit[1]), ticks: small ? 3 : 6 });

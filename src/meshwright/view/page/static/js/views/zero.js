@@ -16,12 +16,12 @@ export const view = {
     const bars_ = panel(`State of ${format.count(data.parameters)} parameters on one of ${data.ranks} GPUs`, data.note), wall_ = panel("The memory wall", "State on one GPU by model size. Where a line crosses the GPU’s memory, the state alone no longer fits.");
     columns.append(bars_, wall_);
     element.append(columns);
-    stages(bars_, data, context.compare);
+    stages(bars_, data);
     wall(wall_, data);
-    if (data.plan.length > 1 || context.compare?.plan.length) {
+    if (data.plan.length > 1) {
       const box = panel("This plan with each stage", "All memory of the fullest GPU, as estimated: activations, buffers and the allocator’s slack included.");
       element.append(box);
-      whole(box, data, context.compare);
+      whole(box, data);
     }
     element.append(panel("A printed figure, corrected", "An often copied figure of a 7B model on 8 GPUs does not add up; the formula gives:", table([
       { title: "stage", key: "name" }, { title: "printed", key: "printed_gb", text: (v) => `${format.number(v)} GB`, align: "right" }, { title: "right", key: "right_gb", text: (v) => `${format.number(v, 4)} GB`, align: "right" },
@@ -29,11 +29,9 @@ export const view = {
   },
 };
 
-function stages(element, data, compare) {
-  const apart = compare && compare.ranks !== data.ranks; // the second plan shards over another number of GPUs
-  const list = data.stages.flatMap((s, k) => (apart ? [{ ...s, label: `1 · ${s.name}` }, { ...compare.stages[k], label: `2 · ${s.name}` }] : [{ ...s, label: s.name }]));
-  if (compare) element.append(h("p", { class: "sentence" }, apart ? `1 · this plan, P = ${data.ranks}; 2 · plan 2, P = ${compare.ranks}.` : `Plan 2 has the same bars: P = ${compare.ranks} too.`));
-  const c = figure(element, { height: apart ? 330 : 250, left: apart ? 80 : 66, right: 64, bottom: 42, label: list.map((s) => s.formula).join("; ") });
+function stages(element, data) {
+  const list = data.stages.map((s) => ({ ...s, label: s.name }));
+  const c = figure(element, { height: 250, left: 66, right: 64, bottom: 42, label: list.map((s) => s.formula).join("; ") });
   const x = linear([0, Math.max(...list.map((s) => s.bytes), data.limit_bytes)], [0, c.width]), y = band(list.map((s) => s.label), [0, c.height], { gap: 0.3 });
   axis(c, x, "bottom", { label: "bytes of state on one GPU", format: (v) => format.bytes(v), ticks: 3 });
   axis(c, y, "left");
@@ -67,13 +65,12 @@ function wall(element, data) {
   element.append(legend(data.wall.map((w, k) => ({ label: `${w.name} up to`, value: format.count(w.largest), colour: LINES[k][0], shape: "line", dash: LINES[k][1] }))));
 }
 
-function whole(element, data, compare) {
-  const rows = (list, n) => list.map((p) => ({ ...p, label: n ? `${n} · ${p.name}` : p.name, which: n === 2 ? "plan 2" : n ? "plan 1" : "this plan" }));
-  const list = compare ? [...rows(data.plan, 1), ...rows(compare.plan, 2)] : rows(data.plan, 0);
-  const c = figure(element, { height: 54 + 34 * list.length, left: compare ? 80 : 66, right: 150, bottom: 42, label: list.map((p) => `${p.label}: ${format.gib(p.bytes / 2 ** 30)}`).join(", ") });
+function whole(element, data) {
+  const list = data.plan.map((p) => ({ ...p, label: p.name }));
+  const c = figure(element, { height: 54 + 34 * list.length, left: 66, right: 150, bottom: 42, label: list.map((p) => `${p.label}: ${format.gib(p.bytes / 2 ** 30)}`).join(", ") });
   const gib = (b) => b / 2 ** 30, x = linear([0, Math.max(...list.map((p) => gib(p.bytes)), gib(data.limit_bytes))], [0, c.width]), y = band(list.map((p) => p.label), [0, c.height], { gap: 0.3 });
   axis(c, x, "bottom", { label: "GiB on the fullest GPU", ticks: 4 });
   axis(c, y, "left");
-  bars(c, list.map((p) => ({ label: p.label, value: gib(p.bytes), colour: p.fits ? "compute" : "bad", pattern: p.now ? null : "hatch", formula: `${p.label}: ${format.gib(gib(p.bytes))}, step ${format.seconds(p.step_time_s)}`, text: `${format.gib(gib(p.bytes))} · ${format.seconds(p.step_time_s)}${p.now ? ` · ${p.which}` : ""}` })), { x, y });
+  bars(c, list.map((p) => ({ label: p.label, value: gib(p.bytes), colour: p.fits ? "compute" : "bad", pattern: p.now ? null : "hatch", formula: `${p.label}: ${format.gib(gib(p.bytes))}, step ${format.seconds(p.step_time_s)}`, text: `${format.gib(gib(p.bytes))} · ${format.seconds(p.step_time_s)}${p.now ? " · this plan" : ""}` })), { x, y });
   limit(c, x(gib(data.limit_bytes)), data, format.gib(gib(data.limit_bytes)));
 }

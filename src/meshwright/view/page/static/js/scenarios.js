@@ -1,0 +1,117 @@
+// Scenarios: named whole configurations, pinned beside the present one, compared in a table and in charts that share their axes.
+// They are in the address (up to eight) and in a file. The charts of all scenarios light up together.
+
+import { axis, band, clear, figure, format, h, label, legend, linear, panel, stacked, svg, table } from "meshwright/draw.js";
+import { toast } from "meshwright/notice.js";
+import * as part from "meshwright/parts.js";
+import * as save from "meshwright/save.js";
+import * as source from "meshwright/source.js";
+import * as state from "meshwright/state.js";
+
+const NEEDS = ["verdict", "memory", "waterfall"];
+const known = new Map(); // by configuration: what the server answered, or a promise of it
+const nameOf = (entry) => (typeof entry === "string" ? entry : entry.name ?? entry.extends ?? "own");
+
+/** The present configuration as a scenario, with a name that says what it is. */
+function present(name = "") {
+  const { model, cluster, plan } = state.get(), degrees = ["tp", "pp", "cp", "ep"].filter((k) => plan[k] > 1).map((k) => `${k} ${plan[k]}`).join(" ");
+  return { name: name || `${nameOf(model)}, ${format.whole(cluster.gpus ?? 0)} × ${nameOf(cluster)}, ${degrees || "dp"} zero ${plan.zero ?? 0}`, config: structuredClone(state.config()) };
+}
+
+/** All that a file of scenarios has: the pinned ones, or the present one. */
+export const all = () => (state.get().page.pins.length ? state.get().page.pins : [present()]);
+
+export function pin() {
+  const { pins } = state.get().page, one = present();
+  if (pins.length >= state.MOST_PINS) return toast(`At most ${state.MOST_PINS} scenarios; remove one first`);
+  if (pins.some((other) => JSON.stringify(other.config) === JSON.stringify(one.config))) return toast("This configuration is a scenario already");
+  const again = pins.filter((other) => other.name.replace(/ \(\d+\)$/, "") === one.name).length;
+  state.set("page.pins", [...pins, { ...one, name: again ? `${one.name} (${again + 1})` : one.name }]);
+}
+
+async function answers(config) {
+  const key = JSON.stringify(config);
+  if (known.size > 64) known.clear();
+  if (!known.has(key)) {
+    const found = {}, asked = source.views({ config, views: NEEDS, options: {} }, undefined, (answer) => { found[answer.view] = answer; });
+    known.set(key, asked.then(() => found, (error) => (known.delete(key), { verdict: { error: error.error ?? { what: String(error) } } })));
+  }
+  return known.get(key);
+}
+
+let turn = 0; // of the newest drawing
+/** Draw the comparison, if anything is pinned. */
+export async function draw(element) {
+  const mine = ++turn, { pins } = state.get().page;
+  element.hidden = !pins.length || document.body.dataset.workspace !== "plan";
+  if (element.hidden) return;
+  const rows = [present("Now"), ...pins], found = await Promise.all(rows.map((one) => answers(one.config)));
+  if (mine !== turn) return;
+  const catalog = await source.catalog();
+  const list = rows.map((one, i) => ({ ...one, i, ...found[i], data: found[i].verdict?.data ?? null }));
+  const drawn = list.filter((one) => one.data);
+  clear(element).append(h("h2", null, "Scenarios"));
+  const titles = ["Step time by part", "Memory of the fullest GPU"], [time, room] = titles.map((title) => panel(title, null));
+  element.append(h("div", { class: "columns" }, time, room), panel(null, null, compared(list, catalog)));
+  bars(time, titles[0], drawn, "s", (one) => one.waterfall.data.overlap.rows.find((row) => row.name === "this plan").parts.map((p) => ({ value: p.s, ...part.step(p.part), formula: `${one.name}\n${part.NAMES[p.part] ?? p.part} ${format.seconds(p.s)}`, name: part.NAMES[p.part] ?? p.part })), (one) => format.seconds(one.data.step_time_s));
+  bars(room, titles[1], drawn, "GiB", (one) => one.memory.data.stages[one.memory.data.fullest].parts.map((p) => ({ value: p.gib, ...part.memory(p.name), formula: `${one.name}\n${p.name} ${format.gib(p.gib)}`, name: p.name })), (one) => format.gib(one.data.memory_gib), (one) => one.data.memory_limit_gib);
+  save.attach(element, "scenarios");
+  link(element);
+}
+
+/** One chart of stacked bars, a bar for each scenario on the same axis. */
+function bars(box, title, list, unit, partsOf, text, limitOf = null) {
+  const rows = list.map((one) => ({ one, label: String(one.i), parts: partsOf(one) }));
+  const most = Math.max(...rows.map((r) => Math.max(r.parts.reduce((sum, p) => sum + p.value, 0), limitOf?.(r.one) ?? 0)));
+  const c = figure(box, { height: 44 + 26 * rows.length, left: 150, right: 74, bottom: 38, label: `${title}: ${rows.map((r) => `${r.one.name} ${text(r.one)}`).join("; ")}` });
+  const x = linear([0, most], [0, c.width]), y = band(rows.map((r) => r.label), [0, c.height], { gap: 0.28 });
+  axis(c, x, "bottom", { label: unit });
+  for (const r of rows) {
+    const plot = svg("g", { dataset: { scenario: r.one.i } }), chart = { ...c, plot }, middle = y(r.label) + y.width / 2, limit = limitOf?.(r.one);
+    c.plot.append(plot);
+    stacked(chart, [r], { x, y, focus: false });
+    label(chart, r.one.name.length > 23 ? `${r.one.name.slice(0, 22)}…` : r.one.name, -8, middle, { anchor: "end", middle: true, size: 11, colour: r.one.i ? "quiet" : "ink" });
+    label(chart, text(r.one), x(r.parts.reduce((sum, p) => sum + p.value, 0)) + 6, middle, { middle: true, size: 11, weight: 600, colour: r.one.data.fits ? "ink" : "bad", halo: true });
+    if (limit) plot.append(svg("line", { x1: x(limit), x2: x(limit), y1: y(r.label) - 2, y2: y(r.label) + y.width + 2, stroke: "bad", "stroke-width": 2 }));
+  }
+  const used = new Map(rows.flatMap((r) => r.parts.filter((p) => p.value > 0).map((p) => [p.name, p])));
+  box.append(legend([...[...used.values()].map((p) => ({ label: p.name, colour: p.colour, pattern: p.pattern })), ...(limitOf ? [{ label: "limit of the GPU", colour: "bad", shape: "line" }] : [])]));
+}
+
+/** Results, and every field in which two scenarios differ. What differs from the present configuration is marked. */
+function compared(list, catalog) {
+  const fallback = (path) => path.split(".").slice(1).reduce((found, key) => found?.[key], catalog.fields[path.split(".")[0]])?.default;
+  const flat = list.map(({ config }) => Object.fromEntries(state.SECTIONS.flatMap((section) => leaves(typeof config[section] === "string" ? { name: config[section] } : config[section], section))));
+  const names = [...new Set(flat.flatMap(Object.keys))], value = (i, path) => flat[i][path] ?? fallback(path);
+  const differing = names.filter((path) => new Set(list.map((_, i) => JSON.stringify(value(i, path)))).size > 1);
+  const text = (v) => (v === undefined || v === null ? "–" : typeof v === "object" ? JSON.stringify(v) : String(v));
+  const result = (what, read) => ({ what, cells: list.map((one) => (one.data ? read(one.data) : "–")) });
+  const rows = [
+    result("step", (d) => format.seconds(d.step_time_s)), result("likely", (d) => `${format.seconds(d.step_time_low_s)} to ${format.seconds(d.step_time_high_s)}`),
+    result("MFU", (d) => format.percent(d.mfu)), result("memory", (d) => `${format.gib(d.memory_gib)} of ${format.gib(d.memory_limit_gib)}`), result("fits", (d) => (d.fits ? "yes" : "no")),
+    result("per second", (d) => `${format.count(d.tokens_per_s)} ${d.unit}`), result("per second and GPU", (d) => `${format.count(d.tokens_per_s / d.subject.gpus)} ${d.unit}`),
+    ...(list.every((one) => one.data) ? [] : [{ what: "not legal", cells: list.map((one) => one.verdict?.error?.what ?? "–") }]),
+    ...differing.map((path) => ({ what: path, cells: list.map((_, i) => text(value(i, path))), field: true })),
+  ];
+  const marked = (row, i) => (row.field && i && row.cells[i] !== row.cells[0] ? h("mark", null, row.cells[i]) : row.cells[i]);
+  const node = table([{ title: "", key: "what" }, ...list.map((one, i) => ({ title: heading(one), value: (row) => marked(row, i) }))], rows, { caption: "Scenarios: results, and the fields that differ" });
+  for (const row of node.querySelectorAll("tr")) [...row.cells].slice(1).forEach((cell, i) => { cell.dataset.scenario = i; });
+  return node;
+}
+
+const leaves = (value, path) => (value !== null && typeof value === "object" && !Array.isArray(value) ? Object.entries(value).flatMap(([key, v]) => leaves(v, `${path}.${key}`)) : [[path, value]]);
+
+/** The head of a column: a name to change, and what can be done with the scenario. */
+function heading({ name, config, i }) {
+  if (!i) return "Now";
+  const { pins } = state.get().page, change = (list) => state.set("page.pins", list), at = i - 1;
+  return h("span", { class: "pin" }, h("input", { type: "text", value: name, maxlength: 80, "aria-label": `Name of scenario ${i}`, onchange: (event) => change(pins.map((one, k) => (k === at ? { ...one, name: event.currentTarget.value.trim() || name } : one))) }),
+    h("button", { type: "button", class: "link", onclick: () => state.update(structuredClone(config)) }, "open"), h("button", { type: "button", class: "link", onclick: () => change(pins.filter((_, k) => k !== at)) }, "remove"));
+}
+
+/** What belongs to one scenario lights up together: bars in both charts and the column of the table. */
+function link(element) {
+  const light = (i) => { for (const node of element.querySelectorAll("[data-scenario]")) node.classList.toggle("linked", node.dataset.scenario === i); };
+  element.onpointerover = (event) => light(event.target.closest("[data-scenario]")?.dataset.scenario);
+  element.onpointerleave = () => light(undefined);
+}
