@@ -76,6 +76,47 @@ def test_the_gradient_of_a_step_is_that_after_its_last_micro_batch(tmp_path: Pat
     assert (found.phase, found.pattern.detail) == ("clipping", "clipped 1 time before the last micro-batch")
 
 
+class ByName(nn.Module):
+    """Takes its input by name, as the models of Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, *, samples: torch.Tensor) -> torch.Tensor:
+        return self.inner(samples)
+
+
+def train_by_name(out: Path, *batch: torch.Tensor) -> Recording:
+    with recording(out, 1):
+        model = ByName()
+        for part in batch:
+            (model(samples=part) ** 2).mean().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return Recording.read(out)
+
+
+def test_inputs_that_are_given_by_name_are_recorded(tmp_path: Path) -> None:
+    whole = BATCHES.flatten(0, 1)
+    one, twice = train_by_name(tmp_path / "one", whole), train_by_name(tmp_path / "twice", whole[:4], whole[:4])
+    found = compare(one, twice).diagnosis
+    assert found is not None
+    assert (found.phase, found.tensor, found.pattern.detail) == (
+        "forward",
+        "inputs",
+        "4 of 8 samples are read by no rank",
+    )
+    with pytest.raises(MeshwrightError, match="different samples"):
+        compare(one, train_by_name(tmp_path / "other", whole + 1))
+
+
+def test_recording_takes_a_part_of_the_step(tmp_path: Path) -> None:
+    """The learning of the model, and the writing of the files, are parts of the steps that they belong to."""
+    many = train(tmp_path / "one")
+    for (step,) in map(many.step, range(2)):
+        assert 0 < step.recording_seconds <= step.seconds
+
+
 class ModelInside(torch.utils.data.Dataset):
     """Computes with a network in the workers of a data loader, and tells how much was recorded there."""
 

@@ -92,7 +92,7 @@ class StepDiagnosis:
         """Samples of the reference that no rank reads; None if all are read, or ranks read parts of samples."""
         expected, got = self.pair.samples_read
         missing = [row for row in expected if row not in got]
-        if not self.pair.alike or not missing:
+        if not self.pair.alike or not missing or len(missing) == len(expected):
             return None
         return Pattern("part", f"{len(missing)} of {len(expected)} samples are read by no rank")
 

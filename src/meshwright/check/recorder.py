@@ -62,7 +62,7 @@ class StepRecorder(ProcessHooks):
         self.step = self.depth = 0
         self.skips = False
         self.writer = RecordingWriter(Path(out), limit)
-        self.calls: Counter[str] = Counter()
+        self.calls: Counter[Any] = Counter()  # by module, and of inputs
         self.local: dict[str, torch.Tensor] = {}  # gradients of this rank, summed over micro-batches
         self.updated = self.collected = self.norm_noted = False
         self.clipping = 0  # functions that clip, one inside of the other
@@ -77,7 +77,7 @@ class StepRecorder(ProcessHooks):
     def attach(self) -> None:
         handles = [
             register_module_forward_pre_hook(self.before_module),
-            register_module_forward_hook(self.after_module),
+            register_module_forward_hook(self.after_module, with_kwargs=True),
             register_optimizer_step_pre_hook(self.before_update),
             register_optimizer_step_post_hook(self.after_update),
         ]
@@ -97,26 +97,31 @@ class StepRecorder(ProcessHooks):
         if self.depth == 0:
             self.skips = not torch.is_grad_enabled() or infers_shapes()  # an evaluation, or values that nobody has set
             if not self.skips:
+                if self.updated:
+                    self.finish_step()
                 with self.timed():
-                    self.begin_call(module, inputs)
+                    self.begin_call(module)
         self.depth += 1
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Count what recording takes; the collectives of its own are not the training's."""
         started, self.collectives.quiet = time.perf_counter(), True
-        yield
-        self.collectives.quiet = False
-        self.spent += time.perf_counter() - started
+        try:
+            yield
+        finally:
+            self.collectives.quiet = False
+            self.spent += time.perf_counter() - started
 
-    def begin_call(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def begin_call(self, module: nn.Module) -> None:
         """A call from outside of all modules: of the model, of a stage, or of a loss function."""
-        if self.updated:
-            self.finish_step()
-        elif self.collected:
-            self.reset_gradients()
         if not self.active:
             return
+        if self.collected:
+            self.reset_gradients()
+        if not self.began:
+            self.began, self.random = time.perf_counter(), random_states()
+            self.collectives.start()
         if (new := self.learn(module, self)) and self.framework is not None:
             self.place = rank(), world()
             self.known = {  # now: at the end of a script its groups may be gone
@@ -126,14 +131,6 @@ class StepRecorder(ProcessHooks):
             self.writer.batch_dim = self.framework.batch_dim
             for name, parameter in new.items():
                 self.follow(name, parameter)
-        if not self.began:
-            self.began = time.perf_counter()
-            self.random = random_states()
-            self.collectives.start()
-        if any(True for _ in module.parameters()):
-            for i, tensor in enumerate(tensors_in(inputs)):
-                self.note("input", self.names.of(module), tensor, call=self.calls["input", id(module)], index=i)  # type: ignore[index]
-            self.calls["input", id(module)] += 1  # type: ignore[index]
 
     def follow(self, name: str, parameter: nn.Parameter) -> None:
         """Record a parameter's first value, and collect its gradients of this rank."""
@@ -149,7 +146,7 @@ class StepRecorder(ProcessHooks):
             known = self.local.get(name)
             self.local[name] = local.clone() if known is None else known + local
 
-    def after_module(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def after_module(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         if not self.active or in_backward() or self.depth == 0:
             return
         self.depth -= 1
@@ -157,6 +154,10 @@ class StepRecorder(ProcessHooks):
             return
         with self.timed():
             self.calls[name] += 1
+            if self.depth == 0 and any(True for _ in module.parameters()):
+                for i, tensor in enumerate(tensors_in((inputs, named))):
+                    self.note("input", name, tensor, call=self.calls["input", id(module)], index=i)
+                self.calls["input", id(module)] += 1
             for i, tensor in enumerate(tensors_in(output)):
                 place = {"call": self.calls[name] - 1, "index": i}
                 self.note("output", name, tensor, **place)
@@ -266,14 +267,16 @@ class StepRecorder(ProcessHooks):
 
     def finish_step(self, ended: str = "") -> None:
         """Write the step; `ended` says how a script ended in the middle of it."""
-        if self.framework is not None and not ended:
-            with self.timed():
-                for name, parameter in self.framework.parameters.items():
-                    self.note_value("parameter", name, parameter)
-        self.collectives.stop()
-        done, self.step = self.step, self.step + (not ended)
+        done = self.step
         try:
-            self.writer.write(
+            with self.timed():
+                if self.framework is not None and not ended:
+                    for name, parameter in self.framework.parameters.items():
+                        self.note_value("parameter", name, parameter)
+                self.collectives.stop()
+                self.writer.save(self.place[0], done)
+            self.step += not ended
+            self.writer.describe(
                 self.place[0], done, self.about(ended), ended=ended, collectives=self.collectives.seen, random=self.random,
                 seconds=time.perf_counter() - self.began, recording_seconds=self.spent,
             )  # fmt: skip

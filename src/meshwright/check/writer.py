@@ -57,14 +57,19 @@ class RecordingWriter:
         self.entries.append({**row, "holding": None if holding is None else holding.as_dict()})
         self.tensors[key] = wide
 
-    def write(self, rank: int, step: int, about: dict[str, Any], **more: Any) -> None:
-        """Write the step, then what is known of the rank."""
+    def save(self, rank: int, step: int) -> None:
+        """Write the tensors of the step."""
         folder = self.out / f"rank-{rank:05d}"
         folder.mkdir(parents=True, exist_ok=True)
-        tensors, entries, self.tensors, self.entries = self.tensors, self.entries, {}, []
+        tensors, self.tensors = self.tensors, {}
         partial = folder / "step.partial"
         save_file(tensors, str(partial))
         partial.replace(folder / f"step-{step:03d}.safetensors")
+
+    def describe(self, rank: int, step: int, about: dict[str, Any], **more: Any) -> None:
+        """Write what the tensors of the step are, then what is known of the rank."""
+        folder = self.out / f"rank-{rank:05d}"
+        entries, self.entries = self.entries, []
         write_json(folder / f"step-{step:03d}.json", {"entries": entries, **more})
         write_json(folder / "rank.json", {"format": FORMAT, "rank": rank, "bytes": self.bytes, **about})
 
