@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,7 +33,7 @@ class Server:
     """A process of an environment that runs jobs one after the other."""
 
     def __init__(self, environment: str, preload: tuple[str, ...]) -> None:
-        python, self.missing = python_of(environment) if environment else (str(ROOT / ".venv/bin/python"), "")
+        python, self.missing = python_of(environment) if environment else (sys.executable, "")
         if self.missing:
             return
         variables = {k: v for k, v in os.environ.items() if k not in ("PYTEST_CURRENT_TEST", "PYTHONPATH")}

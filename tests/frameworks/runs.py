@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import Case, Offer, expected, offer_of
-from environments import HERE, VERSIONS, python_of
+from environments import HERE, ROOT, VERSIONS, python_of
 
 from meshwright.describe.config import Config
 
@@ -105,6 +105,7 @@ def start(runs: dict[str, Run]) -> dict[str, list[dict[str, Any]]]:
         jobs = {name: job_of(run, Path(folder), number) for number, (name, run) in enumerate(runs.items())}
         file.write_text(json.dumps(jobs))
         variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTEST_CURRENT_TEST")}
+        variables["PYTHONPATH"] = str(ROOT / "src")
         variables |= {"RUN_JOBS": str(file), "RUN_SECONDS": str(SECONDS), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
         variables |= next(iter(jobs.values()))["variables"]
         driver = str(HERE / "drivers" / f"run_{first.driver}.py")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ ENVIRONMENTS = {"zero_bubble": "", "dropped": "accelerate"}
 @pytest.mark.parametrize(("script", "name", "printed"), SCRIPTS, ids=[name for _, name, _ in SCRIPTS])
 def test_the_script_prints_what_the_page_says(tmp_path: Path, script: str, name: str, printed: str) -> None:
     environment = ENVIRONMENTS[name]
-    python, missing = python_of(environment) if environment else (str(ROOT / ".venv/bin/python"), "")
+    python, missing = python_of(environment) if environment else (sys.executable, "")
     if missing:
         pytest.skip(missing)
     file = tmp_path / f"{name}.py"

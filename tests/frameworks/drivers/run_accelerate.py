@@ -1,12 +1,15 @@
 """accelerate: `accelerate launch --config_file FILE` starts this script, whose Accelerator has the arguments that a plan leaves to it.
 
 DDP needs nothing else. On CPU processes accelerate ignores the settings of FSDP (the model becomes DDP) or, with a parallelism config, refuses
-them: `cpu_accelerate` makes it take the path of GPUs with gloo.
+them: `meshwright.check.cpu` makes it take the path of GPUs with gloo.
 """
 
+# ruff: noqa: E402
 import os
 
-import cpu_accelerate
+from meshwright.check import cpu
+
+cpu.install()
 import run_common as common
 import torch
 from accelerate import Accelerator
@@ -15,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 OVERRIDES = ["gloo in place of NCCL"]
 SHARDED = os.environ.get("ACCELERATE_USE_FSDP") == "true"  # `accelerate launch` made it of the file
 if SHARDED:
-    cpu_accelerate.use_cpu()
     OVERRIDES.append("accelerate ignores FSDP on CPU processes: it is told that they are GPUs, with the device cpu")
 
 

@@ -1,9 +1,13 @@
-"""DeepSpeed: `deepspeed.initialize` with the JSON as the only settings, on CPU processes with gloo (cpu_deepspeed.py)."""
+"""DeepSpeed: `deepspeed.initialize` with the JSON as the only settings, on CPU processes with gloo (`meshwright.check.cpu`)."""
 
+# ruff: noqa: E402
 import argparse
 
-import cpu_deepspeed
+from meshwright.check import cpu
+
+cpu.install()
 import deepspeed
+import deepspeed_common
 import run_common as common
 
 
@@ -25,15 +29,15 @@ def train(job):
             engine.step()
             losses[-1] += float(loss) / engine.gradient_accumulation_steps()
         losses[-1] = common.average(losses[-1])
-        norms.append(cpu_deepspeed.norm_of(engine))
+        norms.append(deepspeed_common.norm_of(engine))
     stage = engine.zero_optimization_stage()
     return {
         "world": common.dist.get_world_size(), "dp": data_ranks, "zero": stage, "tp": engine.autotp_size() or 1,
         "batch": engine.train_batch_size(), "microbatch": engine.train_micro_batch_size_per_gpu(),
         "accumulation": engine.gradient_accumulation_steps(), "dtype": "bf16" if engine.bfloat16_enabled() else "fp32",
         "losses": losses, "norms": norms, "rows": rows, "steps": engine.global_steps,
-        "parameters": cpu_deepspeed.elements_of_parameters(model, stage), "states": cpu_deepspeed.elements_of_states(optimizer, stage),
-        "optimizer": type(optimizer).__name__, "overrides": cpu_deepspeed.OVERRIDES,
+        "parameters": deepspeed_common.elements_of_parameters(model, stage), "states": deepspeed_common.elements_of_states(optimizer, stage),
+        "optimizer": type(optimizer).__name__, "overrides": deepspeed_common.OVERRIDES,
     }  # fmt: skip
 
 

@@ -8,12 +8,15 @@ import os
 import sys
 import zlib
 
-import cpu_megatron
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when torch is imported: the compiler would trace the replacements
+
+from meshwright.check import cpu
+
+cpu.install()
 import parse_common
 import run_common as common
 
 parse_common.stub("triton", "triton.language", "triton.language.extra")
-cpu_megatron.use_cpu()
 import torch
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator as calculator
@@ -25,8 +28,6 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from megatron.training import arguments, global_vars, initialize, training
-
-cpu_megatron.after_import()
 
 # Arguments that are replaced after they were parsed: each needs a GPU.
 OVERRIDES = {

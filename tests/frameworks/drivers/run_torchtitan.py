@@ -7,11 +7,10 @@ Tokenizer and dataset are replaced by the test's tokens.
 # ruff: noqa: E402
 import dataclasses
 
-import cpu_torchtitan
-import parse_common
-import run_common as common
+from meshwright.check import cpu
 
-parse_common.stub("triton", "triton.language")
+cpu.install()
+import run_common as common
 import torchtitan_common
 from torchtitan.config import ConfigManager
 from torchtitan.protocols import train_spec
@@ -34,7 +33,7 @@ def small_spec(job):
         widths |= {"multiple_of": job["ffn"], "ffn_dim_multiplier": None, "max_seq_len": job["seq"]}
         arguments = {flavor: dataclasses.replace(args, **widths) for flavor, args in spec.model_args.items()}
         return dataclasses.replace(
-            spec, model_args=arguments, build_tokenizer_fn=None, build_dataloader_fn=None, build_metrics_processor_fn=cpu_torchtitan.Log
+            spec, model_args=arguments, build_tokenizer_fn=None, build_dataloader_fn=None, build_metrics_processor_fn=torchtitan_common.Log
         )  # fmt: skip
 
     return get
@@ -50,7 +49,7 @@ def train(job):
     torchtitan_common.fill(trainer, trainer.train_spec.model_cls(trainer.model_args))
     answer = torchtitan_common.train(trainer, job, config.training.local_batch_size)
     trainer.checkpointer.close()
-    return answer | {"overrides": [*cpu_torchtitan.OVERRIDES, *replaced, "small widths of the model"]}
+    return answer | {"overrides": [*torchtitan_common.OVERRIDES, *replaced, "small widths of the model"]}
 
 
 common.main(train)

@@ -8,12 +8,11 @@ torchtitan's models has no backward pass on a CPU. Tokenizer and dataset are rep
 import importlib
 import sys
 
-import cpu_torchtitan
-import parse_common
+from meshwright.check import cpu
+
+cpu.install()
 import run_common as common
 import torch
-
-parse_common.stub("triton", "triton.language")
 import torchtitan_common
 from torchtitan.config import ConfigManager
 from torchtitan.models import llama3
@@ -38,7 +37,7 @@ class Nothing:
 
 class Metrics(Nothing):
     def build(self, **arguments):
-        return cpu_torchtitan.Log()
+        return torchtitan_common.Log()
 
 
 def small(model, job):
@@ -76,7 +75,7 @@ def train(job):
     whole.to_empty(device="cpu")
     torchtitan_common.fill(trainer, whole)
     answer = torchtitan_common.train(trainer, job, job["microbatch"])
-    return answer | {"overrides": [*cpu_torchtitan.OVERRIDES, *replaced, "small widths of the model", "attention"]}
+    return answer | {"overrides": [*torchtitan_common.OVERRIDES, *replaced, "small widths of the model", "attention"]}
 
 
 common.main(train)

@@ -4,14 +4,18 @@ The Trainer compares both, prepares DeepSpeed through accelerate and runs its ow
 sequences, so that the global batch of each step is known.
 """
 
+# ruff: noqa: E402
 import json
 
-import cpu_deepspeed
+from meshwright.check import cpu
+
+cpu.install()
+import deepspeed_common
 import run_common as common
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-OVERRIDES = [*cpu_deepspeed.OVERRIDES, "use_cpu=True"]
+OVERRIDES = [*deepspeed_common.OVERRIDES, "use_cpu=True"]
 
 
 class InOrder(torch.utils.data.Dataset):
@@ -45,7 +49,7 @@ class Logs(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
             self.losses.append(float(logs["loss"]))
-            self.norms.append(cpu_deepspeed.norm_of(self.trainer.model_wrapped))
+            self.norms.append(deepspeed_common.norm_of(self.trainer.model_wrapped))
 
 
 def train(job):
@@ -73,7 +77,7 @@ def train(job):
         "world": arguments.world_size, "dp": engine.dp_world_size, "zero": stage, "batch": engine.train_batch_size(),
         "microbatch": engine.train_micro_batch_size_per_gpu(), "accumulation": engine.gradient_accumulation_steps(),
         "losses": logs.losses, "norms": logs.norms, "rows": rows, "kind": type(engine).__name__,
-        "parameters": cpu_deepspeed.elements_of_parameters(model, stage), "states": cpu_deepspeed.elements_of_states(engine.optimizer, stage),
+        "parameters": deepspeed_common.elements_of_parameters(model, stage), "states": deepspeed_common.elements_of_states(engine.optimizer, stage),
         "overrides": OVERRIDES,
     }  # fmt: skip
 

@@ -36,7 +36,7 @@ def replace_triton() -> None:
     torch.utils._triton.has_triton_package()
     for name in ("triton", "triton.language"):
         module = MagicMock(name=name)
-        module.__spec__, module.__path__ = ModuleSpec(name, None), []
+        module.__spec__, module.__path__, module.__version__ = ModuleSpec(name, None), [], "3.6.0"
         sys.modules[name] = module
 
 

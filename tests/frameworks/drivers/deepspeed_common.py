@@ -1,30 +1,10 @@
-"""Run DeepSpeed on CPU processes with gloo, without a compiler.
+"""What the drivers of DeepSpeed read off its engine: norms, and what a rank holds."""
 
-DeepSpeed has an accelerator for CPUs, which DS_ACCELERATOR=cpu names before the import. It would compile its fused Adam and its collectives in
-shared memory, for minutes: PyTorch's Adam and gloo take their places.
-"""
-
-import os
-import sys
-
-os.environ["DS_ACCELERATOR"] = "cpu"
-
-import deepspeed
-import deepspeed.ops.adam
 import deepspeed.runtime.engine
 import run_common as common
 import torch
 
-OVERRIDES = ["gloo in place of NCCL", "torch.optim.AdamW in place of DeepSpeed's fused kernel"]
-
-
-def adam(parameters, adam_w_mode=True, **options):
-    """PyTorch's Adam with the arguments of DeepSpeed's."""
-    return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(parameters, **options)
-
-
-deepspeed.ops.adam.FusedAdam = deepspeed.runtime.engine.FusedAdam = adam
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+OVERRIDES = ["gloo in place of NCCL", "torch.optim.Adam in place of DeepSpeed's fused kernel"]
 take_step = deepspeed.runtime.engine.DeepSpeedEngine.step
 
 
