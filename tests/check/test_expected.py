@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from meshwright.check.expected import Issued, RankPlan
+from meshwright.check.expected import Issued, RankPlan, check_same_model
+from meshwright.check.folder import RankStep, RecordedValue
 from meshwright.describe.config import configure
 from meshwright.describe.layout import Layout
+from meshwright.errors import MeshwrightError
 from meshwright.lower.rank import messages_of_rank
 from meshwright.lower.step import step_program
 
@@ -77,3 +80,17 @@ def test_a_wrong_collective_is_named(name: str) -> None:
     findings = list(replace(plan, issued=issued).findings())
     assert [(f.kind, f.axis) for f in findings][:1] == [(kind, axis)], findings
     assert text in findings[0].text
+
+
+def test_settings_of_a_model_of_another_size_are_refused() -> None:
+    config = rank_plan().config
+    size = int(config.model.total)
+
+    def step(*shapes: tuple[int, ...]) -> RankStep:
+        return RankStep(
+            0, [RecordedValue("parameter", str(i), 0, np.zeros(0), shape=s) for i, s in enumerate(shapes)], []
+        )
+
+    check_same_model([step((size - 8, 1), (8,)), step((size - 8, 1))], config)  # copies count once
+    with pytest.raises(MeshwrightError, match="MW-CHECK-018"):
+        check_same_model([step((2, size))], config)

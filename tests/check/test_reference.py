@@ -190,12 +190,14 @@ def test_what_is_left_to_the_script_is_listed(tmp_path: Path) -> None:
 
 def test_files_and_commands_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
-        main(["check", "reference", str(EXAMPLES / "megatron-llama3-8b.sh"), "--out", str(tmp_path)])
+        main(["check", "reference", str(EXAMPLES / "megatron-llama3-8b.sh"), "--out", str(tmp_path / "a" / "b")])
     assert not leaving.value.code
-    assert {file.name for file in tmp_path.iterdir()} == {"reference.sh", "candidate.sh", "README.txt"}
+    assert {file.name for file in (tmp_path / "a" / "b").iterdir()} == {"reference.sh", "candidate.sh", "README.txt"}
     shown = capsys.readouterr().out
-    assert "check record --out one --perturbed 2 -- bash reference.sh" in shown
-    assert "check record --out many -- bash candidate.sh" in shown
+    assert f"check record --out one --perturbed 2 -- bash {tmp_path}/a/b/reference.sh" in shown
+    assert f"check record --out many -- bash {tmp_path}/a/b/candidate.sh" in shown
+    unchanged = reference_of(EXAMPLES / "deepspeed-zero3.json", gpus=64).candidate
+    assert unchanged.command.endswith(str(EXAMPLES / "deepspeed-zero3.json"))
 
 
 def test_bad_input_is_refused(tmp_path: Path) -> None:

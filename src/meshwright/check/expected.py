@@ -19,6 +19,7 @@ A message of activations is recognised by its size, gradients by their number of
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from meshwright.check.folder import RankStep, Recording
@@ -36,6 +37,7 @@ REDUCING = ("all_reduce", "reduce_scatter")
 MEMBERS = ("send", "receive", "all_to_all", "gather", "scatter")  # their bytes, or the operations, differ among members
 PADDING = 0.1  # of the elements of gradients: buckets and shards are padded
 ALIGNED = 0.02
+SAME_SIZE = 1.5  # of models: biases, padded vocabularies
 LOSSES = ("loss-maximum", "loss-sums", "sum-partial", "count-tokens", "norm-and-loss")
 
 
@@ -101,6 +103,7 @@ def against_plan(recording: Recording, steps: list[RankStep], config: Config) ->
             "MW-CHECK-017", f"the settings are for {counted(config.plan.world, 'rank')}, the recording has {recording.world}",
             fix="give the settings of the recorded run",
         )  # fmt: skip
+    check_same_model(steps, config)
     plan = config.plan
     program = step_program(config.model, plan, config.workload, config.stack)
     layout = Layout(plan, plan.order or config.stack.order)
@@ -110,6 +113,17 @@ def against_plan(recording: Recording, steps: list[RankStep], config: Config) ->
         for finding in rank.findings():
             merged.setdefault((finding.kind, finding.axis, finding.text), []).append(step.rank)
     return [CollectiveFinding(*key, tuple(ranks)) for key, ranks in merged.items()]
+
+
+def check_same_model(steps: list[RankStep], config: Config) -> None:
+    """Raise if the settings are for a model of another size than the one that was recorded: no count of theirs would fit."""
+    shapes = {entry.name: entry.shape for step in steps for entry in step.of("parameter") if entry.shape is not None}
+    recorded, described = sum(map(prod, shapes.values())), config.model.total
+    if recorded and not 1 / SAME_SIZE < recorded / described < SAME_SIZE:
+        raise MeshwrightError(
+            "MW-CHECK-018", f"the settings are for a model of {described:,.0f} parameters, the recorded one has {recorded:,}",
+            why="The sizes of its messages follow from the model", fix="give the recorded model's shape with --model",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

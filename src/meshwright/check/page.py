@@ -73,7 +73,7 @@ def findings_page(
     """The collectives of a step beside those of the other ranks, and of the plan of the settings if there are any."""
     serious = [finding for finding in findings if finding.kind != "note"]
     sign, style = SIGNS["differs" if serious else "equal within rounding"]
-    verdict = f"{len(serious)} findings" if serious else "the collectives that must be there are there"
+    verdict = counted(len(serious), "finding") if serious else "the collectives that must be there are there"
     lines = [Text.assemble((f"{sign}{verdict}", style), f"  {about(recording)}, step {step}, beside {against}")]
     lines += [Text(f"  {finding}", "" if finding.kind == "note" else "red") for finding in findings]
     return Group(*lines)

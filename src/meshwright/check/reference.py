@@ -112,14 +112,22 @@ class ReferencePlan:
 
 
 def reference_of(
-    path: str | Path, *, framework: Framework | None = None, gpus: int = 0, model: str = "", memory: float = MEMORY
+    path: str | Path,
+    *,
+    framework: Framework | None = None,
+    gpus: int = 0,
+    model: str = "",
+    memory: float = MEMORY,
+    out: str | Path = "",
 ) -> ReferencePlan:
-    """The settings of a reference for the settings in a file, and of the candidate if the model must be shrunk."""
+    """The settings of a reference for the settings in a file, and of the candidate if the model must be shrunk. `out`: where they will be written."""
     settings, args = parse(path)
     framework = recognise(settings, args, path, framework)
     reading = understand(framework, settings, args, gpus=gpus, model=model)
     raise_first(reading.errors)
-    source = SourceSettings(Path(path), framework, reading, merged_settings(framework, settings, args), model)
+    source = SourceSettings(
+        Path(path), framework, reading, merged_settings(framework, settings, args), model, Path(out)
+    )
     plan = reading.plan
     if plan.world == 1:
         raise MeshwrightError(
@@ -196,11 +204,12 @@ class SourceSettings:
     reading: SettingsReading
     settings: Settings
     model: str
+    out: Path
 
     def run(self, name: str, before: Config, after: Config) -> ComparedRun:
         """The settings changed from one configuration to another."""
         is_script = self.path.suffix in SCRIPTS
-        text, settings, file = "", self.settings, self.path.name
+        text, settings, file = "", self.settings, self.path
         changes: dict[str, tuple[Any, Any]] = {}
         by_hand: tuple[str, ...] = ()
         if after is not before:
@@ -211,7 +220,7 @@ class SourceSettings:
                 if self.settings.get(k) != settings.get(k)
             }
             text = self.written(settings, changes)
-            file, by_hand = f"{name}{self.path.suffix}", tuple(self.unsaid(settings, before, after))
+            file, by_hand = self.out / f"{name}{self.path.suffix}", tuple(self.unsaid(settings, before, after))
         world = after.plan.world
         template = (
             "bash {file}"
@@ -219,8 +228,8 @@ class SourceSettings:
             else COMMANDS.get(self.framework.name, "torchrun --nproc-per-node {world} train.py {file}")
         )
         return ComparedRun(
-            name, file, text, settings, is_script, world, tuple(change_text(k, *v) for k, v in changes.items()), by_hand,
-            template.format(world=world, file=shlex.quote(file)),
+            name, file.name, text, settings, is_script, world, tuple(change_text(k, *v) for k, v in changes.items()), by_hand,
+            template.format(world=world, file=shlex.quote(str(file))),
         )  # fmt: skip
 
     def changed(self, before: Config, after: Config) -> Settings:

@@ -166,10 +166,13 @@ def reference_command(
 
     SETTINGS is a settings file or launch script of a framework, as `migrate` reads them. A model too large for one device is shrunk in both runs."""
     from meshwright.check.reference import reference_of
+    from meshwright.cli.output import writable
     from meshwright.interop.frameworks import READABLE, framework_named
     from meshwright.units import parse_bytes
 
     named = framework_named(framework, among=READABLE, fix="--framework {}") if framework else None
-    plan = reference_of(settings, framework=named, gpus=gpus, model=model, memory=parse_bytes(memory))
+    plan = reference_of(settings, framework=named, gpus=gpus, model=model, memory=parse_bytes(memory), out=out or "")
+    if out is not None:
+        writable(out / "README.txt", make=True)
     written = [] if out is None else ["", *(f"written: {file}" for file in plan.write(out))]
     print("\n".join([plan.text(), *written]))
