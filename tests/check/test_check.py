@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +172,21 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rank-00000" / "rank.json").write_text('{"format": 99}')
     with pytest.raises(MeshwrightError, match="MW-CHECK-003"):
         Recording.read(tmp_path)
+
+
+DAMAGED = {
+    "rank.json": {"format": 2},
+    "step-000.json": {"entries": 3},
+    "step-001.json": {"entries": [{"kind": "loss"}]},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_named(one: Recording, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(one.folder, tmp_path / "recording")
+    (folder / "rank-00000" / name).write_text(json.dumps(DAMAGED[name]))
+    with pytest.raises(MeshwrightError, match=f"MW-CHECK-005: cannot read .*{name}"):
+        compare(one, Recording.read(folder))
 
 
 def test_a_missing_rank_is_named(one: Recording, tmp_path: Path) -> None:

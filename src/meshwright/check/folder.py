@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -21,6 +22,10 @@ from meshwright.errors import MeshwrightError
 from meshwright.proof.parts import box_at
 
 FORMAT = 2
+RANK_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "world": int, "rank": int, "steps": int, "batch_dim": int, "coordinates": dict, "parameters": list, "modules": list, "groups": dict,
+    "framework": str, "layout": str,
+}  # fmt: skip
 
 
 @dataclass
@@ -122,6 +127,9 @@ class Recording:
         ranks = [read_json(file) for file in files]
         if any(rank.get("format") != FORMAT for rank in ranks):
             raise MeshwrightError("MW-CHECK-003", f"{folder} was recorded by another version", fix="record it again")
+        for file, rank in zip(files, ranks, strict=True):
+            with understood(file):
+                rank |= {name: kind(rank[name]) for name, kind in RANK_FIELDS.items()}
         world = max(rank["world"] for rank in ranks)
         if missing := sorted(set(range(world)) - {rank["rank"] for rank in ranks}):
             raise MeshwrightError(
@@ -164,13 +172,15 @@ class Recording:
         base = self.folder / f"rank-{rank:05d}" / f"step-{number:03d}"
         about = read_json(base.with_suffix(".json"))
         tensors = read_tensors(base.with_suffix(".safetensors"))
-        entries = list(entries_of(rank, about["entries"], tensors))
+        with understood(base.with_suffix(".json")):
+            entries = list(entries_of(rank, about["entries"], tensors))
+            step = RankStep(
+                rank, entries, about["collectives"], about["ended"], about["seconds"], about["recording_seconds"]
+            )
         if self.boxes is not None:
             cut = set(self.ranks[rank]["parameters"])
-            entries = [box for e in entries for box in (self.boxes(e) if e.name in cut else (e,))]
-        return RankStep(
-            rank, entries, about["collectives"], about["ended"], about["seconds"], about["recording_seconds"]
-        )
+            step.entries = [box for e in entries for box in (self.boxes(e) if e.name in cut else (e,))]
+        return step
 
 
 def entries_of(rank: int, rows: list[dict[str, Any]], tensors: dict[str, np.ndarray]) -> Iterator[RecordedValue]:
@@ -187,6 +197,18 @@ def entries_of(rank: int, rows: list[dict[str, Any]], tensors: dict[str, np.ndar
             row["kind"], row["name"], rank, tensors[row["key"]], row["dtype"], row.get("call", 0), row.get("index", 0),
             shape, tuple(box["start"]), tuple(box["size"]), box["flat"] and tuple(box["flat"]), tuple(box["partial"]), sketched,
         )  # fmt: skip
+
+
+@contextmanager
+def understood(path: Path) -> Iterator[None]:
+    """A file whose parts are missing, or of another kind, is an error with its name."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise MeshwrightError(
+            "MW-CHECK-005", f"cannot read {path}: it is not as it was recorded ({type(error).__name__}: {error})",
+            fix="record it again",
+        ) from None  # fmt: skip
 
 
 def read_json(path: Path) -> dict[str, Any]:

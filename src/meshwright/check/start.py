@@ -49,8 +49,8 @@ def record(
         code = run_recorded(words, folder, settings, go_on)
         if not any(folder.glob("rank-*/rank.json")) and not code:
             raise MeshwrightError(
-                "MW-CHECK-012", "nothing was recorded", why="The command ended without an update of a torch optimizer",
-                fix="let it run for a step",
+                "MW-CHECK-012", "nothing was recorded", why="The command ended without an update of a torch optimizer, or its ranks could not write",
+                fix="let it run for a step; what the ranks print says more",
             )  # fmt: skip
         if code:
             return code
