@@ -91,7 +91,17 @@ class Training:
     environment: str = ""  # if not the script's usual one
 
     def record(self, out: Path, perturb: int = 0, unit: float = 0.0, limit: float = 2e9) -> Path:
-        """The folder of the recording; an assertion fails with what the ranks wrote if one of them failed."""
+        """The folder of the recording."""
+        return self.run(out, "record", {"out": str(out), "steps": 2, "limit": limit, "perturb": perturb, "unit": unit})
+
+    def watch(self, out: Path, steps: int) -> dict[str, Any]:
+        """The report of a training whose every step but the first is checked."""
+        self.run(out, "watch", {"out": str(out), "every": 1}, {"STEPS": str(steps)})
+        about: dict[str, Any] = json.loads((out / "watch.json").read_text())
+        return about
+
+    def run(self, out: Path, attached: str, arguments: dict[str, Any], variables: dict[str, str] | None = None) -> Path:
+        """Run the script under the recorder or the watch; an assertion fails with what the ranks wrote if one of them failed."""
         environment, preload = SCRIPTS[self.script]
         server = server_of(self.environment or environment, preload)
         if server.missing:
@@ -100,14 +110,14 @@ class Training:
             pytest.skip(server.missing)
         out.mkdir(parents=True, exist_ok=True)
         log = out / "output.txt"
-        settings = {"out": str(out), "steps": 2, "limit": limit, "perturb": perturb, "unit": unit}
         codes = server.run(
             {
                 "script": str(TRAINING / f"{self.script}.py"),
                 "words": self.words.split(),
                 "world": self.world,
-                "settings": settings,
-                "variables": {},
+                "attached": attached,
+                "arguments": arguments,
+                "variables": variables or {},
                 "log": str(log),
                 "seconds": SECONDS,
             }

@@ -22,6 +22,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.proof.parts import box_at
 
 FORMAT = 2
+LIMIT = 2.0 * 1024**3  # bytes of tensors that a rank stores whole
 RANK_FIELDS: dict[str, Callable[[Any], Any]] = {
     "world": int, "rank": int, "steps": int, "batch_dim": int, "coordinates": dict, "parameters": list, "modules": list, "groups": dict,
     "framework": str, "layout": str,

@@ -14,8 +14,6 @@ hooks see whether gradients are zero, and which norm clipping returned. It ends 
 from __future__ import annotations
 
 import gc
-import json
-import os
 import sys
 import time
 from collections import Counter
@@ -37,7 +35,6 @@ from meshwright.check.holdings import local_part
 from meshwright.check.invariants import TENSOR, Judge, RankNote
 from meshwright.check.modules import topmost
 from meshwright.check.names import read_table
-from meshwright.check.start import WATCH
 from meshwright.check.writer import write_json
 
 STAGES = ("pp", "stage")
@@ -325,8 +322,3 @@ def number(value: Any) -> float | None:
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else None
     return value if isinstance(value, float) else None
-
-
-def attach_from_environment() -> None:
-    """In a process that `meshwright check watch` started."""
-    LiveWatch(**json.loads(os.environ[WATCH])).attach()

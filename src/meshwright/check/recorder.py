@@ -16,8 +16,6 @@ A step begins with the first call of a module after an update. Modules that are 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import random
 import sys
 import time
@@ -33,7 +31,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from meshwright.check import cpu
 from meshwright.check.attach import (
     ProcessHooks,
     in_backward,
@@ -46,10 +43,10 @@ from meshwright.check.attach import (
     wrap_end_of_groups,
 )
 from meshwright.check.collectives import CollectiveLog
+from meshwright.check.folder import LIMIT
 from meshwright.check.frameworks.plain import HeldPart
 from meshwright.check.holdings import local_part
 from meshwright.check.modules import model_settings
-from meshwright.check.start import LIMIT, SETTINGS
 from meshwright.check.writer import RecordingWriter
 
 
@@ -329,12 +326,3 @@ def move_by_last_place(parameter: torch.Tensor, seed: int, unit: float = 0.0) ->
         places = torch.arange(local.numel(), device=local.device).add(seed)
         signs = 1.0 - 2.0 * (places * 2654435761 % 4294967296 // 2147483648)
         local.mul_(1 + signs.view_as(local).to(local) * max(unit, torch.finfo(local.dtype).eps))
-
-
-def attach_from_environment() -> None:
-    """In a process that `meshwright check record` started."""
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiled graphs call no hooks
-    settings = json.loads(os.environ[SETTINGS])
-    if settings.pop("on_cpu", False):
-        cpu.install()
-    StepRecorder(**settings).attach()

@@ -13,15 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from meshwright.check.folder import read_json
+from meshwright.check.folder import LIMIT, read_json
 from meshwright.check.names import read_table
 from meshwright.errors import MeshwrightError
 from meshwright.units import counted, format_bytes
 
 HOOK = Path(__file__).parent / "hook"
-SETTINGS = "MESHWRIGHT_CHECK"  # JSON of the arguments of `recorder.StepRecorder`
-WATCH = "MESHWRIGHT_WATCH"  # JSON of the arguments of `live.LiveWatch`
-LIMIT = 2.0 * 1024**3  # bytes of tensors that a rank stores whole
+SETTINGS = "MESHWRIGHT_CHECK"  # JSON: what is attached, its arguments, whether frameworks are patched for a CPU
 UNITS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}  # of numbers in the last place
 GRACE_S = 10.0  # for a script to end by itself when all is recorded
 
@@ -45,8 +43,7 @@ def record(
     for run in range(perturbed + 1):
         folder = out / f"perturbed-{run}" if run else out
         settings = {"out": str(folder.resolve()), "steps": steps, "limit": limit, "perturb": run, "unit": unit}
-        settings |= {"on_cpu": on_cpu}
-        code = run_recorded(words, folder, settings, go_on)
+        code = run_recorded(words, folder, settings, go_on, on_cpu)
         if not any(folder.glob("rank-*/rank.json")) and not code:
             raise MeshwrightError(
                 "MW-CHECK-012", "nothing was recorded", why="The command ended without an update of a torch optimizer, or its ranks could not write",
@@ -66,14 +63,34 @@ def check_command(words: Sequence[str], command: str) -> None:
         )  # fmt: skip
 
 
-def hooked(variable: str, settings: dict[str, Any]) -> dict[str, str]:
-    """The environment in which the hook finds its settings."""
+def hooked(attached: str, on_cpu: bool, arguments: dict[str, Any]) -> dict[str, str]:
+    """The environment in which the hook finds what it attaches: "record" or "watch", with its arguments."""
     path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH", ""))))
-    return {**os.environ, "PYTHONPATH": path, variable: json.dumps(settings)}
+    settings = {"attached": attached, "on_cpu": on_cpu, "arguments": arguments}
+    return {**os.environ, "PYTHONPATH": path, SETTINGS: json.dumps(settings)}
+
+
+def attach_from_environment() -> None:
+    """In a process that `meshwright check record` or `check watch` started."""
+    from meshwright.check import cpu
+    from meshwright.check.live import LiveWatch
+    from meshwright.check.recorder import StepRecorder
+
+    settings = json.loads(os.environ[SETTINGS])
+    if settings["on_cpu"]:
+        cpu.install()
+    kind = StepRecorder if settings["attached"] == "record" else LiveWatch
+    kind(**settings["arguments"]).attach()
 
 
 def watch(
-    words: Sequence[str], out: Path, every: int, stop: bool, without: Sequence[str], table: Path | None = None
+    words: Sequence[str],
+    out: Path,
+    every: int,
+    stop: bool,
+    without: Sequence[str],
+    table: Path | None = None,
+    on_cpu: bool = False,
 ) -> int:
     """Run a command whose ranks are watched; its exit code, or 1 if it was to stop at a violation and there is one."""
     check_command(words, "watch")
@@ -83,7 +100,7 @@ def watch(
     if table is not None:
         read_table(table)
         settings["table"] = str(table.resolve())
-    process = subprocess.Popen(list(words), env=hooked(WATCH, settings))
+    process = subprocess.Popen(list(words), env=hooked("watch", on_cpu, settings))
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     while True:
         try:
@@ -101,9 +118,9 @@ def watch(
     return 1 if stop and read_json(file)["violations"] else code
 
 
-def run_recorded(words: Sequence[str], folder: Path, settings: dict[str, Any], go_on: bool) -> int:
+def run_recorded(words: Sequence[str], folder: Path, settings: dict[str, Any], go_on: bool, on_cpu: bool) -> int:
     """The exit code of the command. When all ranks have recorded their steps it is ended, unless it shall go on."""
-    environment = {**hooked(SETTINGS, settings), "TORCHDYNAMO_DISABLE": "1"}
+    environment = {**hooked("record", on_cpu, settings), "TORCHDYNAMO_DISABLE": "1"}  # compiled graphs call no hooks
     process = subprocess.Popen(list(words), env=environment, start_new_session=True)
     try:
         while process.poll() is None:

@@ -105,6 +105,7 @@ def watch_command(
     stop: bool = False,
     without: list[str] = [],
     table: Path | None = None,
+    on_cpu: bool = False,
 ) -> None:
     """Run a training script unchanged, and compare its ranks every few steps: copies of parameters, gradient norms, samples, random states.
 
@@ -116,7 +117,7 @@ def watch_command(
     from meshwright.check.start import watch
     from meshwright.view.tables import show
 
-    code = watch(arguments, out, every, stop, without, table)
+    code = watch(arguments, out, every, stop, without, table, on_cpu)
     if (out / "watch.json").exists():
         show(summary_of(read_json(out / "watch.json")), stderr=True)
     raise SystemExit(code)

@@ -1,7 +1,8 @@
-"""Runs training scripts under the recorder, in forks of one process that has imported the framework: importing it takes longer than two steps.
+"""Runs training scripts under the recorder or the watch, in forks of one process that has imported the framework: importing it takes longer than
+two steps.
 
-Reads one job after the other from standard input, as JSON: {script, words, world, settings, variables, log, seconds}, and answers each with
-the exit codes of its ranks. A rank is a process with the variables that torchrun sets; what it prints goes to the log.
+Reads one job after the other from standard input, as JSON: {script, words, world, attached, arguments, variables, log, seconds}. Answers each
+with the exit codes of its ranks. A rank is a process with the variables that torchrun sets; what it prints goes to the log.
 """
 
 import atexit
@@ -17,7 +18,11 @@ import traceback
 
 import torch  # noqa: F401
 
-from meshwright.check import cpu, recorder
+from meshwright.check import cpu
+from meshwright.check.live import LiveWatch
+from meshwright.check.recorder import StepRecorder
+
+ATTACHED = {"record": StepRecorder, "watch": LiveWatch}
 
 
 def run_rank(job, rank, port):
@@ -39,8 +44,7 @@ def run_rank(job, rank, port):
     sys.path.insert(0, os.path.dirname(job["script"]))
     code = 0
     try:
-        if job["settings"]:
-            recorder.StepRecorder(**job["settings"]).attach()
+        ATTACHED[job["attached"]](**job["arguments"]).attach()
         runpy.run_path(job["script"], run_name="__main__")
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)

@@ -2,7 +2,8 @@
 
     python SCRIPT.py [LAYOUT] --dtype fp32 --accumulate 1 --clip 0 --bug NAME
 
-A script trains two steps with one global batch of 8 sequences, whatever its layout is. `--accumulate` cuts the batch of a rank into micro-batches.
+A script trains two steps, or STEPS, with one global batch of 8 sequences, whatever its layout is. `--accumulate` cuts the batch of a rank
+into micro-batches.
 """
 
 import argparse
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-VOCAB, HIDDEN, HEADS, SEQ, BATCH, STEPS = 96, 32, 4, 16, 8, 2
+VOCAB, HIDDEN, HEADS, SEQ, BATCH = 96, 32, 4, 16, 8
+STEPS = int(os.environ.get("STEPS", "2"))
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ATTACHED = {"MESHWRIGHT_CHECK": "recorder", "MESHWRIGHT_WATCH": "live"}  # by variable: the module that is attached
+SETTINGS = "MESHWRIGHT_CHECK"
 
 
 def load_meshwright() -> None:
@@ -40,9 +40,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
         def run_and_attach(module):
             run(module)
             load_meshwright()
-            for variable, name in ATTACHED.items():
-                if variable in os.environ:
-                    importlib.import_module(f"meshwright.check.{name}").attach_from_environment()
+            importlib.import_module("meshwright.check.start").attach_from_environment()
 
         spec.loader.exec_module = run_and_attach  # type: ignore[method-assign]
         return spec
@@ -58,5 +56,5 @@ def run_the_users_own() -> None:
 
 
 run_the_users_own()
-if ATTACHED.keys() & os.environ.keys():
+if SETTINGS in os.environ:
     sys.meta_path.insert(0, AfterTorch())
