@@ -20,6 +20,7 @@ from meshwright.view.page.sheet import parts_of
 
 LANES = ("forward: outputs", "backward: gradients of outputs", "reduction: gradients of parameters")
 MOST = 1e300  # JSON has no infinity
+INPUTS = "inputs"  # the place that `diagnose` names for samples
 PHASE_LANES = {"forward": 0, "backward": 1, "reduction": 2}
 
 
@@ -56,14 +57,15 @@ def of_parameters(comparison: RunComparison, module: str) -> ErrorAndBound:
 
 
 def first_difference(comparison: RunComparison, names: list[str]) -> Json | None:
-    """The lane and the module of the first difference, and what it looks like; None if there is none, or in no module."""
+    """The lane and the module of the first difference, and what it looks like; None if there is none, or in no module. Inputs that no rank reads
+    are before the first module."""
     found = comparison.diagnosis
     module = found and (found.tensor if found.tensor in names else found.tensor.rpartition(".")[0])
-    if found is None or module not in names:
+    if found is None or module not in (*names, INPUTS):
         return None
     words = f"{module or 'model'}, {found.phase}, {found.pattern.kind} {found.pattern.detail}".rstrip()
     return {
-        "module": names.index(module),
+        "module": -1 if module == INPUTS else names.index(module),
         "lane": PHASE_LANES.get(found.phase, 2),
         "text": f"first difference: {words}",
     }
