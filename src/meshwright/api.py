@@ -71,9 +71,11 @@ def with_best_plan(config: Config) -> Config:
     best, count = best_common_plan(Space(config.but(plan=base_plan(config))))
     if best is None:
         chosen = first_that_fits(config)
-        return config.but(plan=chosen, assumed=(f"plan: no common plan fits; shown is {chosen.title()}",))
+        return config.but(
+            plan=chosen, assumed=(*config.assumed, f"plan: no common plan fits; shown is {chosen.title()}")
+        )
     words = f"plan: the best of {count:,} common plans ({best.plan.title()}); `meshwright plan` searches all"
-    return config.but(plan=best.plan, assumed=(words,))
+    return config.but(plan=best.plan, assumed=(*config.assumed, words))
 
 
 def plan(model: Any, cluster: Any = "", **question: Any) -> Result:

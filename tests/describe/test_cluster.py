@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.api import estimate
+from meshwright.cost.library import library_of
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Accelerator, Cluster, Level, Link, uniform
 from meshwright.errors import MeshwrightError
@@ -185,3 +187,20 @@ def test_the_shares_of_hopper_are_those_that_bench_measured():
         efficiency = catalog.load("accelerators", device).efficiency
         for name in ("gemm", "flash", "fused", "memory"):
             assert getattr(efficiency, name) == round(measured[name], 2)
+
+
+def test_a_tpu_is_planned_along_one_axis_of_its_torus() -> None:
+    """Google's 1,200 GB/s both ways are six links of 100 GB/s per direction; a ring along an axis uses two. Our trainer does not run there."""
+    cluster = catalog.load("clusters", "tpu-v5p")
+    assert cluster.levels[0].link.bandwidth == 1200e9 / 2 / 6 * 2
+    assert cluster.accelerator.planning_only
+    assert library_of(cluster) == "XLA"
+    estimated = estimate("llama3-8b", cluster.with_gpus(64), batch=256, plan={"shard": 64, "zero": 3})
+    assert "does not run on tpu-v5p" in estimated.own_trainer.sentence
+
+
+def test_links_that_texts_name() -> None:
+    """A PCIe generation doubles the rate of the one before; home Ethernet carries 125 MB/s."""
+    rate = {name: catalog.load("links", name).bandwidth for name in ("pcie6-x16", "pcie7-x16", "ethernet-1")}
+    assert rate["pcie7-x16"] == 2 * rate["pcie6-x16"] == pytest.approx(16 * 128e9 / 8 * 242 / 256)
+    assert rate["ethernet-1"] == 125e6

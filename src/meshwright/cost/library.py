@@ -4,7 +4,7 @@
 `src/graph/tuning.cc`, NCCL 2.7 to 2.27) and runs the fastest. For all-reduce it has a ring, a tree, NVLS and CollNet (SHARP). All-gather and
 reduce-scatter run rings. All-to-all is a group of sends to all peers at once (`ncclGroupStart … ncclSend/ncclRecv`). NVLS needs reducing NVSwitches
 and more than two GPUs per node (`src/transport/nvls.cc`); between nodes it takes the place of the tree. CollNet needs a reducing fabric. RCCL is
-NCCL's code without reducing switches.
+NCCL's code without reducing switches. XLA on a torus of TPUs runs rings along its axes (modelled only, never measured by us).
 gloo has rings (`allreduce.cc`, `allgather.cc`, `reduce_scatter.h`) and posts all blocks of an all-to-all at once (`alltoall.cc`). So
 `cost.collective` takes the program of the library whose formula gives the smallest time.
 
@@ -39,6 +39,7 @@ LIBRARIES: dict[str, dict[str, tuple[str, ...]]] = {
     "NCCL": {"all-reduce": ("multi-ring", "rail-double-tree", "nvls", "sharp"), **RINGS},
     "RCCL": {"all-reduce": ("multi-ring", "rail-double-tree"), **RINGS},
     "gloo": {"all-reduce": ("multi-ring",), **RINGS},
+    "XLA": {"all-reduce": ("multi-ring",), **RINGS},
     "meshwright": {  # `comm.backend`; barriers, gathers and scatters have one program each
         "all-reduce": (
             "direct",
@@ -61,9 +62,10 @@ LIBRARIES: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def library_of(cluster: Cluster) -> str:
-    """The library that a cluster's devices use: gloo on CPUs, RCCL on AMD Instinct, else NCCL."""
+    """The library that a cluster's devices use: gloo on CPUs, RCCL on AMD Instinct, XLA on TPUs, else NCCL."""
     name = cluster.accelerator.name.lower()
-    return "gloo" if name.startswith("cpu") else "RCCL" if name.startswith("mi") else "NCCL"
+    known = {"cpu": "gloo", "mi": "RCCL", "tpu": "XLA"}
+    return next((library for start, library in known.items() if name.startswith(start)), "NCCL")
 
 
 def algorithms(cluster: Cluster, operation: str) -> tuple[str, ...]:

@@ -117,6 +117,8 @@ class Accelerator(Described):
     efficiency: Efficiency = Efficiency()
     host_bandwidth: Rate = 25e9
     """bytes/s between the device and its host's memory, per direction; the default is what PCIe 4 x16 reaches"""
+    planning_only: bool = False
+    """our trainer does not run on it"""
     source: str = ""
     checked: str = "unchecked"
     """what the figures were compared with, and when"""

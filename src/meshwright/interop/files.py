@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+from meshwright.cost.scaling_laws import CHINCHILLA, DEFAULT
 from meshwright.describe import catalog
 from meshwright.describe.base import SECTIONS
 from meshwright.describe.config import Asked, Config, load_cluster
@@ -25,9 +26,11 @@ from meshwright.interop.frameworks.torchtitan_python import program_settings
 from meshwright.interop.keys import Framework, Settings, flags, flattened
 from meshwright.interop.reading import SettingsReading, raise_first, understand
 from meshwright.interop.shapes import catalog_cluster
+from meshwright.units import format_count
 from meshwright.version import install_command
 
 YAML, SCRIPTS = (".yaml", ".yml"), (".sh", ".args", ".txt", ".slurm", ".sbatch", ".bash")
+COMPUTE_OPTIMAL = "chinchilla"  # a word for the number of tokens
 LEAST_KEYS = 2  # of a framework, to recognise a file as its settings
 ASSIGNED = re.compile(
     r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s()\"'`]+)\s*(?:#.*)?$", re.MULTILINE
@@ -189,7 +192,11 @@ def _table(value: Any, path: object) -> dict[str, Any]:
 
 
 def configure(model: Any = "", cluster: Any = "", **asked: Unpack[Asked]) -> Config:
-    """As `describe.config.configure`; `model` or `plan` may be a settings file too, whose keys then give model, plan, workload and stack."""
+    """As `describe.config.configure`; `model` or `plan` may be a settings file too, whose keys then give model, plan, workload and stack. With
+    tokens = "chinchilla" the token budget is the compute-optimal one of the model."""
+    if str(asked.get("tokens") or "").strip().lower() == COMPUTE_OPTIMAL:
+        asked["tokens"] = ""
+        return with_optimal_tokens(configure(model, cluster, **asked))
     source: Any = next((file for file in (asked.get("plan"), model) if is_settings_file(file)), None)
     if source is None:
         refuse_folder(model)
@@ -204,6 +211,29 @@ def configure(model: Any = "", cluster: Any = "", **asked: Unpack[Asked]) -> Con
     asked["plan"], asked["stack"] = reading.assembled.plan, asked.get("stack") or reading.stack_section
     asked["workload"] = reading.assembled.workload | (workload if isinstance(workload, dict) else {})
     return configure_plan_file(named or model_part(reading, source, asked.get("set", ())), cluster, **asked)
+
+
+def with_optimal_tokens(config: Config) -> Config:
+    """Give the training its compute-optimal tokens; what is assumed says the predicted loss and the source of the law."""
+    model = config.model
+    if model.kind != "transformer" or model.unit != "tokens":
+        what = f"--tokens {COMPUTE_OPTIMAL} has no law for {model.name}"
+        raise MeshwrightError("MW-LAW-001", what, why="The law was fitted to language models", fix="--tokens 300B")
+    tokens = float(round(CHINCHILLA[DEFAULT].optimal_tokens(model.active)))
+    origins = {**config.origins, "workload.tokens": COMPUTE_OPTIMAL}
+    config = config.but(workload=config.workload.but(tokens=tokens), origins=origins)
+    return config.but(assumed=(*config.assumed, *optimal_tokens_words(config)))
+
+
+def optimal_tokens_words(config: Config) -> list[str]:
+    """The predicted loss and the source of the law, if the token budget of a configuration is the compute-optimal one."""
+    if config.origin("workload.tokens") != COMPUTE_OPTIMAL:
+        return []
+    law, n, tokens = CHINCHILLA[DEFAULT], config.model.active, config.workload.tokens
+    size = f"{format_count(n)} {'active ' * bool(config.model.experts)}parameters"
+    loss = f"predicted loss {law.loss(n, tokens):.3f} nats per token of the law's data"
+    dense = "; it was fitted to dense models" if config.model.experts else ""
+    return [f"tokens: {format_count(tokens)}, compute-optimal for {size}; {loss} ({law.source}{dense})"]
 
 
 def refuse_folder(model: object) -> None:

@@ -14,7 +14,7 @@ from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import OWN_STACKS, Asked, Config, is_typical
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.interop.files import configure
+from meshwright.interop.files import configure, optimal_tokens_words
 from meshwright.interop.frameworks import framework_named
 from meshwright.interop.keys import Framework
 from meshwright.interop.write import is_runnable
@@ -104,7 +104,7 @@ def assumptions(config: Config, stack: Any) -> tuple[str, ...]:
     ]
     if not ("stack.name" in config.origins and stack):
         assumed.append(f"training stack: {config.stack.name}")
-    return tuple(assumed)
+    return (*optimal_tokens_words(config), *assumed)
 
 
 def runs_in(config: Config) -> str:

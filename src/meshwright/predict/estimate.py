@@ -102,6 +102,8 @@ class Estimate(Shown, Configured):
             return None
         config = with_own_stack(self.config.but(plan=self.asked))
         stack = config.stack
+        if self.cluster.accelerator.planning_only:
+            return OwnTrainer(stack.name, refused=f"it does not run on {self.cluster.accelerator.name}")
         refused = legality.not_trained(config.plan, config.model, config.workload, stack)
         if refused is None:
             try:
