@@ -1,8 +1,10 @@
 """The peak of a memory snapshot, by category: snapshots in torch's layout whose content is known, and bad files."""
 
+import json
 import lzma
 import pickle
 import random
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -189,6 +191,18 @@ def test_explain_knows_a_snapshot_by_its_content(tmp_path, capsys):
     run_command("explain", [str(tmp_path / "snapshot.pickle"), "--plan", str(plan)])
     assert "predicted" in capsys.readouterr().out
     assert not is_snapshot(tmp_path / "none")
+
+
+def test_a_snapshot_beside_a_trace_is_on_its_page(tmp_path, capsys):
+    trace, page = Path(__file__).parent / "traces" / "gpu-item-rank-0.json.gz", tmp_path / "page.html"
+    snapshot = written(tmp_path, train().snapshot(64 * MIB))
+    run_command("explain", [str(trace), str(snapshot), "--html", str(page)])
+    shown = capsys.readouterr().out
+    assert "Where the step went" in shown
+    assert "activations" in shown
+    rows = json.loads(re.search(r'"memory":\s*(\[{.*?}\])', page.read_text())[1])
+    assert sum(row["gib"] for row in rows) == pytest.approx(64 / 1024)
+    assert all(row["predicted_gib"] > 0 for row in rows if row["category"] in ("parameters", "activations"))
 
 
 def test_bad_files_raise_one_error(tmp_path, monkeypatch):

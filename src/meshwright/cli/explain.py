@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
+
 from meshwright.cli.options import described
 from meshwright.cli.output import patient, writable
 from meshwright.describe.config import configure
@@ -29,6 +31,7 @@ def command(
 
     meshwright explain trace-0.json.gz trace-1.json.gz; meshwright explain FOLDER with a file per rank.
     With --plan, a plan file or the settings of a framework, beside the prediction; else beside that of the plan recognised in the trace.
+    Memory snapshots of torch, alone or with the traces: what filled the devices at their peaks.
     With --flight: the flight records of a program that hangs, and the rank that is the cause."""
     writable(html)
     if flight:
@@ -39,20 +42,26 @@ def command(
     from meshwright.explain.beside import beside_plan
     from meshwright.explain.explanation import explain_traces
     from meshwright.explain.folder import plan_of_run, read_traces
-    from meshwright.explain.memory_snapshot import is_snapshot
+    from meshwright.explain.memory_snapshot import is_snapshot, read_snapshot
+    from meshwright.view.memory_snapshot import page as memory_page
     from meshwright.view.page.traced import document
     from meshwright.view.traces import as_dict, page
 
-    if all(map(is_snapshot, files)):
+    snapshot_files = [file for file in files if is_snapshot(file)]
+    if len(snapshot_files) == len(files):
         wanted = configure(model, cluster, plan=plan or None, gpus=gpus, set=set) if plan or model else None
         snapshots(files, predict(wanted) if wanted else None, html, as_json)
         return
     with patient("reading traces", measurable=False):
-        explanation = explain_traces(read_traces(files))
+        explanation = explain_traces(read_traces(file for file in files if file not in snapshot_files))
         beside = beside_plan(explanation, plan or plan_of_run(files), model, cluster, gpus, set)
+        memory = [report for file in snapshot_files for report in read_snapshot(file)]
     if html:
-        write_text(html, document(explanation, beside))
-    present(page(explanation, beside), as_dict(explanation, beside), as_json)
+        write_text(html, document(explanation, beside, memory))
+    predicted = None if isinstance(beside, MeshwrightError) else beside.estimate.prediction
+    shown = [page(explanation, beside), *([memory_page(memory, predicted)] if memory else [])]
+    devices = {"devices": [report.as_dict() for report in memory]} if memory else {}
+    present(Group(*shown), as_dict(explanation, beside) | devices, as_json)
 
 
 def flight_records(folder: Path, html: str, as_json: bool) -> None:

@@ -122,7 +122,7 @@ class TraceBesidePlan:
         known = sum(row.measured_s for row in rows)
         rows.append(
             PartDifference(
-                "slowed by overlap, and not attributed",
+                "slowed by overlap, and the rest",
                 rest,
                 sum(measured.values()) - known,
                 "kernels beside communication run slower",
@@ -190,7 +190,10 @@ class TraceBesidePlan:
         steps = self.explanation.steps[self.rank]
         hidden = sum(s.hidden.get(axis, 0) for s in steps) / 1e9 / len(steps)
         busy = hidden + self.explanation.parts[self.rank].get((COMMUNICATION, axis), 0.0)
-        predicted = e.prediction.exposed_s.get(axis, 0.0) + e.prediction.hidden_s.get(axis, 0.0)
+        exposed = e.prediction.exposed_s.get(axis, 0.0)
+        if self.explanation.parts[self.rank].get((COMMUNICATION, axis), 0.0) < exposed:
+            return "less of it is exposed than predicted"
+        predicted = exposed + e.prediction.hidden_s.get(axis, 0.0)
         if predicted and busy > SLOWER * predicted:
             level = CollectiveTimes(e.cluster, e.program.batch).level(axis)
             link = e.cluster.levels[level].name

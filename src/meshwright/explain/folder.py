@@ -56,7 +56,7 @@ def plan_of_run(paths: Iterable[Path]) -> str:
 
 def trace_files(paths: Iterable[Path]) -> list[Path]:
     """The files that the paths name; of a folder those whose names end like a trace's."""
-    out: list[Path] = []
+    out, paths = list[Path](), list(paths)
     for path in paths:
         if path.is_dir():
             if (path / RUN).is_file() and not (path / PROFILE).is_dir():

@@ -18,6 +18,12 @@ def page(reports: Sequence[MemoryReport], prediction: Prediction | None = None) 
     return Group(*(part for report in reports for part in parts(report, prediction)))
 
 
+def predicted_gib(report: MemoryReport, prediction: Prediction) -> dict[str, float]:
+    """The prediction of the fullest stage by category of a report, in GiB."""
+    fullest = max(prediction.memory_by_stage, key=lambda stage: sum(stage.values()))
+    return {name: sum(fullest.get(part, 0.0) for part in PREDICTED.get(name, (name,))) for name in report.by_category}
+
+
 def parts(report: MemoryReport, prediction: Prediction | None) -> list[RenderableType]:
     title = {"peak": "peak", "out of memory": "when memory ran out", "snapshot": "when the snapshot was written"}[
         report.moment
@@ -28,11 +34,11 @@ def parts(report: MemoryReport, prediction: Prediction | None) -> list[Renderabl
         free, largest = format_bytes(report.reserved - report.allocated), format_bytes(report.largest_free)
         why = f"{free} were reserved and free, at the end in blocks of up to {largest}"
         out.append(Text(f"{format_bytes(report.asked)} could not be allocated; {why}", "bold red"))
-    fullest = max(prediction.memory_by_stage, key=lambda stage: sum(stage.values())) if prediction else {}
+    beside_it = predicted_gib(report, prediction) if prediction else {}
     columns = ("category", ">bytes", ">of reserved") + ((">predicted",) if prediction else ())
     rows = []
     for name, size in report.by_category.items():
-        predicted = sum(fullest.get(part, 0.0) for part in PREDICTED.get(name, (name,))) * GIB
+        predicted = beside_it.get(name, 0.0) * GIB
         beside = (format_bytes(predicted) if predicted else "",) if prediction else ()
         rows.append((name, format_bytes(size), f"{size / max(report.reserved, 1):.0%}", *beside))
     out.append(filled(columns, rows))

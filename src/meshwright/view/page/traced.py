@@ -1,5 +1,7 @@
 """The page of `explain --html`: a strip per rank with the prediction under it, the waterfall from predicted to measured, and what to change first."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from meshwright.describe.result import GIB
@@ -8,7 +10,9 @@ from meshwright.explain.attribution import Part, StepAttribution
 from meshwright.explain.beside import TraceBesidePlan
 from meshwright.explain.explanation import TraceExplanation
 from meshwright.explain.intervals import Intervals
+from meshwright.explain.memory_snapshot import MemoryReport
 from meshwright.units import Json
+from meshwright.view.memory_snapshot import predicted_gib
 from meshwright.view.page.bundle import written_view
 from meshwright.view.traces import chosen_ranks
 
@@ -17,22 +21,27 @@ LOOKS = {"loss": "compute: loss", "optimizer": "compute: optimizer", "products":
          "elementwise and norms": "compute: other", "copies": "compute: copies", "bubble": "bubble", "host": "host"}  # fmt: skip
 
 
-def document(e: TraceExplanation, beside: TraceBesidePlan | MeshwrightError) -> str:
-    return written_view("traced", "Traced steps", data(e, beside))
+def document(
+    e: TraceExplanation, beside: TraceBesidePlan | MeshwrightError, memory: Sequence[MemoryReport] = ()
+) -> str:
+    return written_view("traced", "Traced steps", data(e, beside, memory))
 
 
-def data(e: TraceExplanation, beside: TraceBesidePlan | MeshwrightError) -> Json:
-    """The view's data: one step of each shown rank as pieces of [start, length, part], and the prediction."""
+def data(e: TraceExplanation, beside: TraceBesidePlan | MeshwrightError, memory: Sequence[MemoryReport] = ()) -> Json:
+    """The view's data: one step of each shown rank as pieces of [start, length, part], the prediction, and the fullest of the memory snapshots."""
     ranks = chosen_ranks(e)
     step = middle_step(e.steps[ranks[0]])
     parts = sorted({part for rank in ranks for s in e.steps[rank] for part in s.pieces})
     shown = [(rank, next((s for s in e.steps[rank] if s.step == step), e.steps[rank][0])) for rank in ranks]
-    peaks = [r.found.trace.peak_bytes for r in e.run.ranks if r.found.trace.peak_bytes]
+    peaks = [report.reserved for report in memory] or [
+        r.found.trace.peak_bytes for r in e.run.ranks if r.found.trace.peak_bytes
+    ]
     return {
         "step": step,
         "step_time_s": e.step_s,
         "attributed": e.attributed,
         "memory_gib": max(peaks) / GIB if peaks else None,
+        **memory_rows(max(memory, key=lambda report: report.reserved, default=None), beside),
         "parts": [": ".join(part) for part in parts],
         "ranks": [{"rank": rank, "pieces": pieces(s, parts)} for rank, s in shown],
         "causes": [cause.as_dict() for cause in e.causes],
@@ -40,6 +49,18 @@ def data(e: TraceExplanation, beside: TraceBesidePlan | MeshwrightError) -> Json
         "predicted": None if isinstance(beside, MeshwrightError) else predicted(beside),
         "no_prediction": f"No prediction beside it: {beside.what}." if isinstance(beside, MeshwrightError) else "",
     }
+
+
+def memory_rows(report: MemoryReport | None, beside: TraceBesidePlan | MeshwrightError) -> Json:
+    """The categories of a snapshot beside their prediction, and what else it says."""
+    if report is None:
+        return {"memory": [], "memory_note": ""}
+    expected = {} if isinstance(beside, MeshwrightError) else predicted_gib(report, beside.estimate.prediction)
+    rows = [
+        {"category": name, "gib": size / GIB, "predicted_gib": expected.get(name, 0.0)}
+        for name, size in report.by_category.items()
+    ]
+    return {"memory": rows, "memory_note": ". ".join((f"Device {report.device}, {report.moment}", *report.notes))}
 
 
 def middle_step(steps: list[StepAttribution]) -> str:

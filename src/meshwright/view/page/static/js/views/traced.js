@@ -7,7 +7,7 @@ import * as source from "meshwright/source.js";
 
 const COLOURS = {
   "compute: products": "compute", "compute: attention": "weight", "compute: loss": "backward", "compute: optimizer": "optimizer", "compute: other": "recompute",
-  "compute: copies": "context", waiting: "bubble", bubble: "hidden", communication: "dp", "communication: tp": "tp", "communication: cp": "cp", "communication: ep": "ep",
+  "compute: copies": "context", waiting: "bad", bubble: "hidden", communication: "dp", "communication: tp": "tp", "communication: cp": "cp", "communication: ep": "ep",
   "communication: pp": "pp", data: "series-5", host: "host", "host: synchronising calls": "series-7", other: "slack",
 };
 const look = (part) => COLOURS[part] ?? COLOURS[part.split(":")[0]] ?? COLOURS.other;
@@ -32,6 +32,9 @@ function steps(element, data) {
     { title: "cause", key: "cause" }, { title: "per step", key: "seconds", text: (s) => format.seconds(s), align: "right" },
     { title: "evidence", key: "evidence", text: words }, { title: "change", key: "fix", text: words }], data.causes));
   element.append(first);
+  if (data.memory.length) element.append(panel("Memory at the peak", data.memory_note, table([
+    { title: "category", key: "category" }, { title: "held", key: "gib", text: (g) => format.gib(g), align: "right" },
+    ...(data.predicted ? [{ title: "predicted", key: "predicted_gib", text: (g) => (g ? format.gib(g) : ""), align: "right" }] : [])], data.memory)));
   const strip = panel(`One step of each rank (step ${data.step})`, data.predicted ? "The prediction is below, its parts one after the other. Where many short pieces meet, the longest is drawn." : data.no_prediction);
   element.append(strip);
   strips(strip, data);
