@@ -82,6 +82,7 @@ soak: setup
 pages: setup
 	PYTHONPATH=docs/generate $(BIN)/python -m figures
 	PYTHONPATH=docs/generate $(BIN)/python -m formulas_page
+	PYTHONPATH=docs/generate $(BIN)/python -m texts
 	PYTHONPATH=docs/generate $(BIN)/python -m blocks
 	PYTHONPATH=docs/generate $(BIN)/python -m picture
 	$(BIN)/python -m meshwright.view.cases docs/cases

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 BUDGET_S = {
-    "tests": 18, "describe": 32, "programs": 22, "lower": 20, "cost": 24, "docs": 12, "calibrate": 32, "planner": 75, "interop": 6, "view": 20,
+    "tests": 18, "describe": 32, "programs": 22, "lower": 20, "cost": 24, "docs": 16, "calibrate": 32, "planner": 75, "interop": 6, "view": 20,
     "models": 22, "parallel": 112, "comm": 55, "training": 140, "proof": 205, "check": 20, "cli": 40, "web": 15, "gpu": 0, "explain": 30,
     "formulas": 6,
 }  # fmt: skip
