@@ -112,15 +112,15 @@ def test_fewer_experts_than_ranks_are_cut_in_their_width():
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"zero": 3}, (None, True, torch.bfloat16, torch.float32)),
-        ({"zero": 3, "grad_dtype": "bf16", "prefetch": False}, (0, True, torch.bfloat16, torch.bfloat16)),
-        ({"zero": 3, "grad_dtype": "bf16", "comm_dtype": "fp32"}, (None, True, torch.bfloat16, torch.float32)),
+        ({"zero": 3}, (True, True, torch.bfloat16, torch.float32)),
+        ({"zero": 3, "grad_dtype": "bf16", "prefetch": False}, (False, True, torch.bfloat16, torch.bfloat16)),
+        ({"zero": 3, "grad_dtype": "bf16", "comm_dtype": "fp32"}, (True, True, torch.bfloat16, torch.float32)),
         (
             {"zero": 3, "comm_dtype": "bf16"},
-            (None, True, torch.bfloat16, torch.float32),
+            (True, True, torch.bfloat16, torch.float32),
         ),  # narrowed by us when it is sent
-        ({"zero": 2}, (None, False, torch.bfloat16, torch.float32)),
-        ({"zero": 3, "pp": 2}, (None, False, torch.bfloat16, torch.float32)),
+        ({"zero": 2}, (True, False, torch.bfloat16, torch.float32)),
+        ({"zero": 3, "pp": 2}, (True, False, torch.bfloat16, torch.float32)),
     ],
 )
 def test_sharding_options_are_passed_to_torch(fields, expected, monkeypatch):

@@ -11,7 +11,6 @@ on one rank. Its options have these counterparts:
     frozen parameters   have no place in the buffer
     unused parameters   always allowed: their part of the buffer stays zero and is sent at the end of backward
     changing graphs     always allowed: messages are sent in their own order, not in the order of the gradients
-    static graph        from the second step on, unused parameters delay no message
     no_sync             only the last micro-batch sends, unless `per_microbatch` (`reduce = "microbatch"`): more bytes and
                         one more buffer, which exists to measure what that costs
     communication hook  a `compressor` (`numerics.compress`)
@@ -48,11 +47,10 @@ class Buckets:
         overlap: bool = True,
         dtype: torch.dtype | None = None,
         only: set[nn.Parameter] | None = None,
-        static_graph: bool = False,
         per_microbatch: bool = False,
     ) -> None:
         self.group, self.compressor, self.overlap = group, compressor, overlap
-        self.static_graph, self.per_microbatch = static_graph, per_microbatch
+        self.per_microbatch = per_microbatch
         if compressor is not None:
             compressor.feedback.claim()
         self._candidates = module.parameters if only is None else lambda: only
@@ -83,8 +81,6 @@ class Buckets:
         self._missing: list[int] = []
         self._work: list[Any] = []
         self._sent = 0
-        self._used: set[Tensor] = set()
-        self._graph_known = False  # whether `_used` are all the parameters that a static graph uses
         self._total: Tensor | None = None  # sum of earlier micro-batches, if each is reduced separately
         self._begun = False
 
@@ -114,15 +110,6 @@ class Buckets:
         self._sent = 0
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        if self.static_graph and not self._graph_known:
-            self._used.add(parameter)
-        elif self.static_graph and parameter not in self._used:
-            raise MeshwrightError(
-                "MW-ZERO-002",
-                "a parameter has a gradient that had none in the first step",
-                why="static_graph=True says that this cannot happen, and its message may have been sent already",
-                fix="static_graph=False",
-            )
         if not self._missing:
             return
         for i in self._messages_of[parameter]:
@@ -173,11 +160,6 @@ class Buckets:
         if self._total is not None:
             self.flat.add_(self._total)
         self._total, self._begun = None, False
-        if self.static_graph and not self._graph_known and self._used:
-            for p, messages in self._messages_of.items():
-                for i in messages if p not in self._used else ():
-                    self._expected[i] -= 1
-            self._graph_known = True
 
     def _complete(self) -> None:
         self.start()

@@ -58,8 +58,8 @@ def shard_parts(
     frees = plan.zero == 3 and plan.reshard and plan.pp == 1
     reduced = plan.grad_dtype if plan.wire != "none" else plan.reduce_dtype  # a compressor does its own rounding
     gathering = Gathering(
-        forward=None if plan.prefetch else 0,
-        backward=None if plan.prefetch is True else 0,
+        forward=bool(plan.prefetch),
+        backward=plan.prefetch is True,
         reshard=frees,
         param_dtype=dtype if narrow(dtype) else None,
         reduce_dtype=DTYPES.get(reduced) if narrow(dtype) else None,
