@@ -100,8 +100,6 @@ def run_steps(prepared: Prepared, buffers: tuple[torch.Tensor, ...], call: Call)
         sends, receives = posted.pop((step, lane))
         if now.sends_first:
             wait_for(sends)
-        for source, target in now.copies:
-            Destination([part(*target)], combine, False).apply(view(source))
         wait_for(receives)
         if not now.sends_first:
             wait_for(sends)

@@ -69,7 +69,6 @@ class Step(NamedTuple):
     number: int
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
-    copies: tuple[tuple[BufferSpan, Target], ...]
     sends_first: bool
 
 
@@ -150,7 +149,7 @@ class Lane:
         rows = take(table, np.flatnonzero((table.source == rank) | (table.target == rank)))
         written = rows.target == rank
         passing: set[int] = set()
-        for into, width in zip(rows.into[written].tolist(), rows.width[written].tolist(), strict=True):
+        for into, width in zip(rows.chunk[written].tolist(), rows.width[written].tolist(), strict=True):
             passing |= set(range(into, into + width)) - self.home.keys()
         self.scratch = self.place(sorted(passing), SCRATCH, self.home)
         self.ends = ends
@@ -171,29 +170,24 @@ class Lane:
         """Add one step. Its sends read the values before the step, so they are translated first."""
         rank = self.rank
         sent: set[int] = set()
-        outgoing = [row for row in rows if row[1] == rank and row[2] != rank]
+        outgoing = [row for row in rows if row[1] == rank]
         sends: dict[tuple[BufferSpan, ...], list[int]] = {}
         for peer, group in groupby(outgoing, key=lambda row: row[2]):
             chunks = [chunk for row in group for chunk in range(row[3], row[3] + row[4])]
             spans = tuple(joined(self.cut(self.located(chunk)) for chunk in chunks))
             sends.setdefault(spans, []).append(peer)
             sent |= set(chunks)
-        copies = []
-        for _, _, _, chunk, width, adds, into in (row for row in rows if row[1] == row[2] == rank):
-            for k in range(width):
-                source = self.cut(self.located(chunk + k))
-                copies.append((source, self.write(into + k, adds)))
-        incoming = [row for row in rows if row[2] == rank and row[1] != rank]  # by step, then by peer
-        receives, sends_first = [], bool(copies)
+        incoming = [row for row in rows if row[2] == rank]  # by step, then by peer
+        receives, sends_first = [], False
         for peer, group in groupby(incoming, key=lambda row: row[1]):
-            writes = [(row[6] + k, row[5]) for row in group for k in range(row[4])]  # chunk, whether it is reduced
+            writes = [(row[3] + k, row[5]) for row in group for k in range(row[4])]  # chunk, whether it is reduced
             overwrites = any(chunk in sent for chunk, _ in writes)
             targets = joined_targets(self.write(chunk, adds) for chunk, adds in writes)
             direct = not overwrites and not any(adds for _, adds in writes)
             receives.append(Receive(peer, tuple(targets), direct))
             sends_first |= overwrites
         messages = tuple(Send(tuple(peers), spans) for spans, peers in sends.items())
-        self.steps.append(Step(number, messages, tuple(receives), tuple(copies), sends_first))
+        self.steps.append(Step(number, messages, tuple(receives), sends_first))
 
     def write(self, chunk: int, adds: bool) -> Target:
         """Record that a step writes a chunk into its home."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import MeshwrightError
-from meshwright.programs.collectives import Program, build, check
+from meshwright.programs.collectives import build, check
 from meshwright.programs.collectives.arrays import run_on_arrays
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import joined, moves, rows, split, take
@@ -136,25 +136,6 @@ def test_a_program_must_implement_its_operation():
         check(program.but(operation="all-reduce"))
     with pytest.raises(MeshwrightError, match="does not start and end"):
         check(build("all-reduce", "ring", 4, 8).but(sizes=np.array([2, 2, 2, 1])))
-
-
-def test_copies_through_a_scratch_chunk():
-    """Rank 0 copies its chunk to a second one before it sends; the required result covers only the first."""
-    sizes = np.array([3, 3])
-    table = moves([0, 1, 2], [0, 0, 1], [0, 1, 1], [0, 1, 1], 1, False, [1, 1, 0])
-    program = Program("", "", 2, 3, sizes, np.array([0]), np.array([0, 2]), table)
-    check(program)
-    assert [out.tolist() for out in run_on_arrays(program, [[1, 2, 3], []])] == [[1, 2, 3], [1, 2, 3]]
-    with pytest.raises(MeshwrightError, match="rank 1, after step 1: chunk 0"):
-        check(program.but(moves=take(table, np.array([0, 1]))))
-    with pytest.raises(MeshwrightError, match="rank 0, step 0: chunk 0 of 3 elements cannot become chunk 1 of 2"):
-        check(program.but(sizes=np.array([3, 2])))
-    mixed = joined([table, moves([3], [1], [0], [1], 1, True, [0])])
-    with pytest.raises(
-        MeshwrightError,
-        match="rank 0, step 3: adds chunk 1 from rank 1, though it already holds the contribution of rank 0",
-    ):
-        check(program.but(moves=mixed))
 
 
 def test_the_check_does_not_depend_on_the_number_of_slots(monkeypatch):

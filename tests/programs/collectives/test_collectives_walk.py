@@ -183,12 +183,6 @@ def test_additions_queue_on_a_rank():
         walk(program, cluster, engine="rounds")
 
 
-def test_a_copy_costs_memory_time_only():
-    cluster = uniform(2, 1e-6, 1e9, memory_bandwidth=3e9)
-    program = collective("all-reduce", 2, 2000, moves([0], [0], [0], [0], 1, False, [1]), chunks=2)
-    assert walk(program, cluster, element_bytes=1).makespan == pytest.approx(1000 * 2 / 3e9)
-
-
 @given(st.integers(1, 6), st.lists(st.sets(st.integers(0, 4), min_size=1, max_size=3), min_size=1, max_size=12))
 @settings(max_examples=25, deadline=None)
 def test_rates_are_max_min_fair(seed, paths):

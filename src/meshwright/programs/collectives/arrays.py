@@ -51,14 +51,14 @@ def states(program: Program, slots: Slots) -> Iterator[dict[tuple[int, int], boo
     columns = [column.tolist() for column in program.moves]
     for low, high in pairwise(bounds.tolist()):
         posted = []
-        for _, source, target, chunk, width, adds, into in zip(*(c[low:high] for c in columns), strict=True):
-            posted += [(target, into + k, adds, slots[source, chunk + k].copy()) for k in range(width)]
+        for _, source, target, chunk, width, adds in zip(*(c[low:high] for c in columns), strict=True):
+            posted += [(target, chunk + k, adds, slots[source, chunk + k].copy()) for k in range(width)]
         arrived: set[tuple[int, int]] = set()  # a switch adds only the messages of the current step
-        for target, into, adds, data in posted:
-            fresh = target >= program.ranks and (target, into) not in arrived
-            slots[target, into] = slots[target, into] + data if adds and not fresh else data
-            arrived.add((target, into))
-        yield {(target, into): adds for target, into, adds, _ in posted}
+        for target, chunk, adds, data in posted:
+            fresh = target >= program.ranks and (target, chunk) not in arrived
+            slots[target, chunk] = slots[target, chunk] + data if adds and not fresh else data
+            arrived.add((target, chunk))
+        yield {(target, chunk): adds for target, chunk, adds, _ in posted}
 
 
 def chunks_of(program: Program, slots: Array, rank: int) -> list[int]:

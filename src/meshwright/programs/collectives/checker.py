@@ -45,8 +45,6 @@ def check(program: Program) -> Program:
     """Return the program if it is correct; else raise an error that names the rank, step and chunk."""
     check_contract(program)
     singles = single_chunk_moves(program)
-    if not program.moves.in_place:
-        check_copy_sizes(program, singles)
     slots = program.endpoints * program.chunks
     source, target, starts, ends = singles.source, singles.target, program.starts, program.ends
     first_switch = program.ranks * program.chunks
@@ -85,36 +83,22 @@ def single_chunk_moves(program: Program) -> Single:
     """Return the program's moves with one row per chunk."""
     table, chunks = program.moves, program.chunks
     index = None
-    chunk, into, source, target = table.chunk, table.into, table.source, table.target
+    chunk, source, target = table.chunk, table.source, table.target
     step, reduce = table.step, table.reduce
     if table.width.max(initial=1) > 1:
         index = np.repeat(np.arange(len(table.step)), table.width)
         offset = np.arange(len(index)) - np.repeat(np.cumsum(table.width) - table.width, table.width)
         step, source, target, reduce = (column[index] for column in (step, source, target, reduce))
         chunk = chunk[index] + offset.astype(np.int32)
-        into = chunk if table.in_place else table.into[index] + offset.astype(np.int32)
     number: type = np.int32 if program.endpoints * chunks < 2**31 else np.int64
     source_slot: Array = source.astype(number)
     target_slot: Array = target.astype(number)
     source_slot *= chunks
     target_slot *= chunks
     source_slot += chunk
-    target_slot += into
+    target_slot += chunk
     bounds = np.searchsorted(step, np.arange(program.steps + 1))
     return Single(step, index, chunk, source_slot, target_slot, reduce, bounds)
-
-
-def check_copy_sizes(program: Program, singles: Single) -> None:
-    """Check that a copy from one chunk to another joins chunks of equal size."""
-    into = singles.target % program.chunks
-    bad = program.sizes[singles.chunk] != program.sizes[into]
-    if bad.any():
-        k = int(np.argmax(bad))
-        raise MeshwrightError(
-            "MW-PROG-015",
-            f"{program.name}: rank {singles.target[k] // program.chunks}, step {singles.step[k]}: chunk {singles.chunk[k]} of "
-            f"{program.sizes[singles.chunk[k]]} elements cannot become chunk {into[k]} of {program.sizes[into[k]]}",
-        )
 
 
 class State:
@@ -126,10 +110,6 @@ class State:
         self.leaves, self.reductions = len(starts), int(singles.reduce.sum())
         self.value_in = np.full(slots, -1, dtype=np.int32)  # index of the value in each slot; −1: empty
         self.value_in[starts] = np.arange(self.leaves)
-        self.origin = None  # the chunk whose data a slot holds; needed only if the program copies between chunks
-        if not program.moves.in_place:
-            self.origin = np.full(slots, -1, dtype=np.int32)
-            self.origin[starts] = rank_and_chunk(program, program.starts)[1]
         self.size = np.ones(
             self.leaves + self.reductions, dtype=np.int32
         )  # leaves under a value, counted with repetition
@@ -162,8 +142,6 @@ class State:
             self.unite(rows, sent, there, which)
         if added < len(sent):
             self.stored_from[target] = source
-        if self.origin is not None:
-            self.move_origin(rows, source, target, reduce)
         self.value_in[target] = sent
 
     def unite(self, rows: slice, sent: Array, there: Array, which: Array) -> None:
@@ -207,7 +185,7 @@ class State:
             twice = twice & ~(in_switch & in_switch[last - rows.start - 1])
             keeps = reduce & ~in_switch
         if twice.any():
-            self.refuse(rows, twice, "MW-PROG-014", "has chunk {into} written twice in one step", at="target")
+            self.refuse(rows, twice, "MW-PROG-014", "has chunk {chunk} written twice in one step", at="target")
         last = self.writer[source]
         if last.max() > rows.start:
             lost = (last > rows.start) & ~keeps[np.maximum(last - rows.start - 1, 0)]
@@ -220,13 +198,6 @@ class State:
         if repeated.any():
             self.refuse(rows, repeated, "MW-PROG-012", "receives chunk {chunk} from rank {source} twice", at="target")
 
-    def move_origin(self, rows: slice, source: Array, target: Array, reduce: Array) -> None:
-        assert self.origin is not None
-        mixed = reduce & (self.origin[source] != self.origin[target])
-        if mixed.any():
-            self.refuse(rows, mixed, "MW-PROG-015", "adds data of another chunk to chunk {into}", at="target")
-        self.origin[target] = self.origin[source]
-
     def finish(self, ends: Array) -> None:
         """Check that every required slot holds the contributions of all ranks that started with its chunk."""
         program = self.program
@@ -234,8 +205,6 @@ class State:
         values = self.value_in[ends]
         if (values < 0).any():
             self.refuse_end(rank, chunk, values < 0, "never receives it")
-        if self.origin is not None and (self.origin[ends] != chunk).any():
-            self.refuse_end(rank, chunk, self.origin[ends] != chunk, "holds another chunk's data there")
         is_operand = np.zeros(len(self.size), dtype=bool)
         is_operand[self.operands[0, : self.reduced]] = is_operand[self.operands[1, : self.reduced]] = True
         sets = None if np.count_nonzero(is_operand) == 2 * self.reduced else self.contributions()
@@ -270,16 +239,15 @@ class State:
         k = rows.start + int(np.argmax(bad))
         table, move = self.program.moves, k if self.singles.move is None else int(self.singles.move[k])
         chunk = int(self.singles.chunk[k])
-        into = chunk + int(table.into[move]) - int(table.chunk[move])
         who = int(getattr(table, at)[move])
-        text = what.format(chunk=chunk, into=into, source=table.source[move], target=table.target[move])
+        text = what.format(chunk=chunk, source=table.source[move], target=table.target[move])
         raise MeshwrightError(code, f"{self.program.name}: rank {who}, step {int(table.step[move])}: {text}")
 
     def refuse_end(self, rank: Array, chunk: Array, bad: Array, what: str) -> None:
         k = int(np.argmax(bad))
         slot = rank[k] * self.program.chunks + chunk[k]
         table = self.program.moves
-        into = table.target.astype(np.int64) * self.program.chunks + table.into
+        into = table.target.astype(np.int64) * self.program.chunks + table.chunk
         written = np.flatnonzero((into <= slot) & (slot < into + table.width))
         when = f"last written at step {table.step[written[-1]]}" if len(written) else "never written"
         raise MeshwrightError(

@@ -41,7 +41,7 @@ def relabelled(table: Moves, members: Sequence[int], edges: Array | None = None)
     if edges is not None:
         edges = np.asarray(edges, dtype=np.int32)
         chunk, width = edges[chunk], edges[chunk + width] - edges[chunk]
-    return in_order(Moves(table.step, source, target, chunk, width, table.reduce, chunk))
+    return in_order(Moves(table.step, source, target, chunk, width, table.reduce))
 
 
 def in_sequence(operation: str, *programs: Program) -> Program:

@@ -31,9 +31,7 @@ class Events:
         self._visits()
         count = len(sent.step)
         self.start, self.end, self.done = np.zeros(count), np.zeros(count), np.zeros(count)
-        self.absent = np.where(
-            sent.source == sent.target, 1, 2
-        )  # ranks (of sender and receiver) that have not entered the message's step yet
+        self.absent = np.full(count, 2)  # ranks (of sender and receiver) that have not entered the message's step yet
         self.busy = np.zeros(ranks)  # time until which a rank is adding
         self.when, self.kind, self.subject = np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         self.flows, self.left, self.rates = np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0)
@@ -47,9 +45,8 @@ class Events:
         self.rank_of = visits // steps
         self.has_next = np.append(self.rank_of[1:] == self.rank_of[:-1], False)
         self.first_visits = np.flatnonzero(np.append(True, self.rank_of[1:] != self.rank_of[:-1]))
-        away = np.flatnonzero(sent.source != sent.target)
-        ends = np.concatenate([self.target_visit, self.source_visit[away]])
-        message = np.concatenate([np.arange(len(sent.step)), away])
+        ends = np.concatenate([self.target_visit, self.source_visit])
+        message = np.tile(np.arange(len(sent.step)), 2)
         order = np.argsort(ends, kind="stable")
         self.message_of = message[order]
         self.pending = np.bincount(ends, minlength=len(visits))

@@ -15,19 +15,16 @@ from meshwright.programs.collectives.program import Program, take
 
 
 class Instruction(NamedTuple):
-    """One instruction of a rank in a step. `into` is the target chunk of a copy."""
+    """One instruction of a rank in a step."""
 
     step: int
     kind: str
     peer: int
     chunk: int
     width: int = 1
-    into: int | None = None
 
     def __str__(self) -> str:
         chunks = f"chunk {self.chunk}" if self.width == 1 else f"chunks {self.chunk} to {self.chunk + self.width - 1}"
-        if self.kind == "copy":
-            return f"step {self.step}: copy {chunks} to {self.into}"
         return f"step {self.step}: {self.kind} {chunks} {'to' if self.kind == 'send' else 'from'} rank {self.peer}"
 
 
@@ -35,11 +32,9 @@ def instructions(program: Program, rank: int) -> list[Instruction]:
     """Return the instructions of one rank in order; within a step, sends come before receives."""
     table = take(program.moves, np.flatnonzero((program.moves.source == rank) | (program.moves.target == rank)))
     steps = []
-    for step, source, target, chunk, width, adds, into in zip(*(c.tolist() for c in table), strict=True):
-        if source == target:
-            steps.append(Instruction(step, "reduce" if adds else "copy", rank, chunk, width, into))
-        elif source == rank:
+    for step, source, target, chunk, width, adds in zip(*(c.tolist() for c in table), strict=True):
+        if source == rank:
             steps.append(Instruction(step, "send", target, chunk, width))
         else:
-            steps.append(Instruction(step, "reduce" if adds else "receive", source, into, width))
+            steps.append(Instruction(step, "reduce" if adds else "receive", source, chunk, width))
     return sorted(steps, key=lambda i: (i.step, i.kind != "send"))

@@ -26,7 +26,7 @@ class Messages(NamedTuple):
     source: Array
     target: Array
     bytes: Array
-    work: Array  # seconds that the target computes after the arrival: γ per byte added, ⅔γ per byte copied in place
+    work: Array  # seconds that the target computes after the arrival: γ per byte added
     bounds: Array  # messages of step t are [bounds[t], bounds[t+1])
 
 
@@ -38,7 +38,6 @@ def messages(program: Program, element_bytes: float, gamma: float) -> Messages:
     np.multiply(
         size, gamma, out=work, where=table.reduce & (table.target < program.ranks)
     )  # a switch adds as bytes pass
-    np.multiply(size, gamma * 2 / 3, out=work, where=(table.source == table.target) & ~table.reduce)
     step, source, target = table.step, table.source, table.target
     new = np.ones(len(step), dtype=bool)
     new[1:] = (step[1:] != step[:-1]) | (source[1:] != source[:-1]) | (target[1:] != target[:-1])

@@ -7,7 +7,7 @@ of moves:
     in `step`, rank `source` sends chunks [chunk, chunk + width) to rank `target`, which stores or adds them
 
 The rows of one rank are its list of instructions: *send* where it is the source, *receive* or *reduce* (receive and
-add) where it is the target. A move from a rank to itself is a *copy* from one chunk to another (`into`). Rules:
+add) where it is the target. Rules:
 
 - Step numbers are common to all ranks, and a send has the same step number as its receive. A rank starts a step when it
   has completed its previous one. So a program **cannot deadlock**: the ranks at the lowest unfinished step wait only
@@ -52,11 +52,6 @@ class Moves(NamedTuple):
     chunk: Array
     width: Array
     reduce: Array
-    into: Array  # chunk id at the target; the same array object as `chunk` unless the program copies between chunks
-
-    @property
-    def in_place(self) -> bool:
-        return self.into is self.chunk
 
 
 def moves(
@@ -66,13 +61,11 @@ def moves(
     chunk: Numbers,
     width: Numbers = 1,
     reduce: Numbers = False,
-    into: Numbers | None = None,
 ) -> Moves:
     """Return a sorted table from arrays or numbers, which are broadcast against each other."""
-    inputs = [step, source, target, chunk, width, chunk if into is None else into]
-    numbers = [np.asarray(column, dtype=np.int32) for column in inputs]
-    flat = [column.ravel() for column in np.broadcast_arrays(*numbers, np.asarray(reduce, dtype=bool))]
-    return in_order(Moves(flat[0], flat[1], flat[2], flat[3], flat[4], flat[6], flat[3 if into is None else 5]))
+    numbers = [np.asarray(column, dtype=np.int32) for column in (step, source, target, chunk, width)]
+    columns = np.broadcast_arrays(*numbers, np.asarray(reduce, dtype=bool))
+    return in_order(Moves(*(column.ravel() for column in columns)))
 
 
 def rows(table: Iterable[Row], reduce: bool = False) -> Moves:
@@ -94,18 +87,12 @@ def in_order(table: Moves) -> Moves:
 
 def take(table: Moves, index: Array) -> Moves:
     """Return the rows at `index`."""
-    chunk = table.chunk[index]
-    into = chunk if table.in_place else table.into[index]
-    step, source, target = table.step[index], table.source[index], table.target[index]
-    return Moves(step, source, target, chunk, table.width[index], table.reduce[index], into)
+    return Moves(*(column[index] for column in table))
 
 
 def joined(tables: Sequence[Moves]) -> Moves:
     """Return several tables as one; equal step numbers stay the same step."""
-    step, source, target, chunk, width, reduce = (np.concatenate([t[k] for t in tables]) for k in range(6))
-    in_place = all(table.in_place for table in tables)
-    into = chunk if in_place else np.concatenate([table.into for table in tables])
-    return in_order(Moves(step, source, target, chunk, width, reduce, into))
+    return in_order(Moves(*map(np.concatenate, zip(*tables, strict=True))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,21 +122,23 @@ class Program:
         table = self.moves
         if len(table.step) == 0:
             return
-        places = [table.chunk] if table.in_place else [table.chunk, table.into]
-        single = int(table.width.max()) == 1
-        end = max(int((place if single else place + table.width - 1).max()) for place in places)
-        lowest = min(int(column.min()) for column in (table.step, table.source, table.target, *places))
-        highest_rank = max(int(table.source.max()), int(table.target.max()))
-        if lowest >= 0 and int(table.width.min()) >= 1 and end < self.chunks and highest_rank < self.endpoints:
+        bad = table.source == table.target
+        for column, least, most in (
+            (table.step, 0, np.inf),
+            (table.source, 0, self.endpoints - 1),
+            (table.target, 0, self.endpoints - 1),
+            (table.chunk, 0, np.inf),
+            (table.width, 1, np.inf),
+        ):
+            bad |= (column < least) | (column > most)
+        bad |= table.chunk + table.width > self.chunks
+        if not bad.any():
             return
-        bad = np.minimum.reduce([table.step, table.source, table.target, table.chunk, table.into, table.width - 1]) < 0
-        bad |= np.maximum(table.chunk, table.into) + table.width > self.chunks
-        bad |= np.maximum(table.source, table.target) >= self.endpoints
         k = int(np.argmax(bad))
         raise MeshwrightError(
             "MW-PROG-001",
             f"step {table.step[k]}: the move of chunk {table.chunk[k]} (width {table.width[k]}) from rank "
-            f"{table.source[k]} to rank {table.target[k]} is outside {self.ranks} ranks and {self.chunks} chunks",
+            f"{table.source[k]} to rank {table.target[k]} is outside {self.ranks} ranks and {self.chunks} chunks, or to itself",
         )
 
     @property

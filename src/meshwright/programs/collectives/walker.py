@@ -69,9 +69,7 @@ def walk(
     else:
         start, end, done = play(sent, via, private, program.endpoints)
     step_end = ends_of_steps(sent, done)
-    bytes_sent = np.bincount(
-        sent.source, weights=sent.bytes * (sent.source != sent.target), minlength=program.endpoints
-    )
+    bytes_sent = np.bincount(sent.source, weights=sent.bytes, minlength=program.endpoints)
     makespan = float(step_end.max(initial=0.0))
     return Walk(makespan, sent, start, end, step_end, bytes_sent[: program.ranks], bytes_by_port(sent, via))
 
