@@ -13,6 +13,7 @@ from torch import nn
 
 from meshwright.check import writer
 from meshwright.check.compare import compare
+from meshwright.check.comparison_view import data
 from meshwright.check.folder import Recording
 from meshwright.check.recorder import StepRecorder
 from meshwright.errors import MeshwrightError
@@ -99,8 +100,10 @@ def train_by_name(out: Path, *batch: torch.Tensor) -> Recording:
 def test_inputs_that_are_given_by_name_are_recorded(tmp_path: Path) -> None:
     whole = BATCHES.flatten(0, 1)
     one, twice = train_by_name(tmp_path / "one", whole), train_by_name(tmp_path / "twice", whole[:4], whole[:4])
-    found = compare(one, twice).diagnosis
+    comparison = compare(one, twice)
+    found, mark = comparison.diagnosis, data(one, twice, comparison)["first"]
     assert found is not None
+    assert (mark["module"], mark["lane"]) == (-1, 0)  # before the first module
     assert (found.phase, found.tensor, found.pattern.detail) == (
         "forward",
         "inputs",

@@ -60,7 +60,7 @@ def first_difference(comparison: RunComparison, names: list[str]) -> Json | None
     """The lane and the module of the first difference, and what it looks like; None if there is none, or in no module. Inputs that no rank reads
     are before the first module."""
     found = comparison.diagnosis
-    module = found and (found.tensor if found.tensor in names else found.tensor.rpartition(".")[0])
+    module = found and (found.tensor if found.tensor in (*names, INPUTS) else found.tensor.rpartition(".")[0])
     if found is None or module not in (*names, INPUTS):
         return None
     words = f"{module or 'model'}, {found.phase}, {found.pattern.kind} {found.pattern.detail}".rstrip()
