@@ -31,18 +31,19 @@ HEALTHY = (
     WatchedTraining("megatron_gpt", "tied rope gqa swiglu qknorm pp2 --accumulate 2", 2, (CHANGE,)),
     *(WatchedTraining("deepspeed_engine", f"zero{stage} --clip 0.5", 2, (COPIES, CHANGE)) for stage in range(3)),
     WatchedTraining("deepspeed_engine", "zero3 --accumulate 2", 2, (CHANGE,)),
-    WatchedTraining("deepspeed_engine", "pipe pp2 zero1 --accumulate 2", 4),
     WatchedTraining("titan", "fsdp2 --clip 0.5", 2, (CHANGE, "norm")),
     WatchedTraining("titan", "hsdp --clip 0.5", 4, (COPIES, CHANGE, "norm")),
     WatchedTraining("titan", "tp2 --clip 0.5", 2),
     WatchedTraining("titan", "ddp --clip 0.5", 2),
 )
 BROKEN = (
-    WatchedTraining("megatron_gpt", "--bug copies_are_not_reduced", 2, broken=frozenset({"MW-WATCH-001"})),
+    WatchedTraining("megatron_gpt", "--bug copies_are_not_reduced", 2, broken=frozenset({"MW-WATCH-001", "MW-WATCH-002"})),
     WatchedTraining("megatron_gpt", "sp2 --bug norms_are_not_summed", 2, broken=frozenset({"MW-WATCH-001"})),
     WatchedTraining("megatron_gpt", "tp2 --clip 0.1 --bug norm_is_local", 2, broken=frozenset({"MW-WATCH-001", "MW-WATCH-002"})),
     WatchedTraining("deepspeed_engine", "zero0 --bug copies_are_not_reduced", 2, broken=frozenset({"MW-WATCH-001"})),
     WatchedTraining("deepspeed_engine", "zero1 --bug parameters_are_not_gathered", 2, broken=frozenset({"MW-WATCH-001"})),
+    # No bug: `seed_layers` gives each layer the same seed on all data-parallel ranks.
+    WatchedTraining("deepspeed_engine", "pipe pp2 zero1 --accumulate 2", 4, broken=frozenset({"MW-WATCH-003"})),
     WatchedTraining("titan", "tp2 --bug norm_gradients_are_not_summed", 2, broken=frozenset({"MW-WATCH-001"})),
 )  # fmt: skip
 

@@ -39,12 +39,12 @@ def tensors_hash(tensors: Sequence[torch.Tensor]) -> str | None:
     return digest(repr([*torch.stack(values).tolist(), *(tuple(tensor.shape) for tensor in tensors)]).encode())
 
 
-def random_state() -> str:
-    """Of the default generators, from which dropout draws."""
-    states = torch.get_rng_state().numpy().tobytes()
+def random_states() -> dict[str, str]:
+    """Of torch's default generators, from which dropout draws: a hash of each."""
+    states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states += torch.cuda.get_rng_state().numpy().tobytes()
-    return digest(states)
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {name: digest(state.numpy().tobytes()) for name, state in states.items()}
 
 
 def digest(data: bytes) -> str:

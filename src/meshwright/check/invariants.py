@@ -69,9 +69,7 @@ def tensor_parallel(notes: list[RankNote]) -> Iterator[list[RankNote]]:
 
 def stage(notes: list[RankNote]) -> Iterator[list[RankNote]]:
     """Ranks that run the same schedule."""
-    yield from grouped(
-        notes, lambda note: tuple((axis, at) for axis, at in note["place"].items() if axis in ("pp", "stage"))
-    )
+    yield from grouped(notes, lambda note: note["place"].get("pp"))
 
 
 # Relations

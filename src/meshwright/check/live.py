@@ -13,7 +13,6 @@ hooks see whether gradients are zero, and which norm clipping returned. It ends 
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections import Counter
@@ -29,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from meshwright.check.attach import ProcessHooks, rank, tensors_in, world, wrap_clipping
 from meshwright.check.exchange import NoteExchange
-from meshwright.check.fingerprint import bits_hash, random_state, tensors_hash
+from meshwright.check.fingerprint import bits_hash, random_states, tensors_hash
 from meshwright.check.frameworks.plain import FrameworkAdapter
 from meshwright.check.holdings import local_part
 from meshwright.check.invariants import TENSOR, Judge, RankNote
@@ -37,8 +36,7 @@ from meshwright.check.modules import topmost
 from meshwright.check.names import read_table
 from meshwright.check.writer import write_json
 
-STAGES = ("pp", "stage")
-CUT = (*TENSOR, "cp", "context", *STAGES)  # axes that cut the model, or the sequence
+CUT = (*TENSOR, "cp", "context", "pp")  # axes that cut the model, or the sequence
 PATIENCE = 3  # checks in which a parameter or its gradient showed nothing
 MOST_STATES = 64  # of an optimizer, that are asked for their count of steps
 CLOSE_S = 2.0  # that rank 0 waits for the last notes
@@ -133,7 +131,7 @@ class LiveWatch(ProcessHooks):
         """Forward drew random numbers if their state changed in it."""
         if self.active and self.note is not None and self.calls == 1:
             with self.guarded():
-                self.note["random"] = self.note["state"] if random_state() != self.note["state"] else None
+                self.note["random"] = self.note["state"] if str(random_states()) != self.note["state"] else None
 
     def before_update(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         if not self.active or self.note is None or self.framework is None:
@@ -169,12 +167,12 @@ class LiveWatch(ProcessHooks):
         if not (new := self.learn(model, self)):
             return
         assert self.framework is not None
-        stages = pipeline_stages()
-        self.place = place_of(self.framework) | ({"stage": min(stages.values())} if stages else {})
+        stages = {id(stage.submod): stage.stage_index for stage in self.framework.stages()}
+        self.place = place_of(self.framework)
         if self.table.axes:
             self.table.check(world(), self.framework.parameters, self.out)
             self.place = self.table.coordinates(rank())
-        self.stages |= dict.fromkeys(new, stages.get(id(topmost(model)), 0) if stages else 0)
+        self.stages |= dict.fromkeys(new, stages.get(id(topmost(model)), 0))
         if self.exchange is None:
             self.exchange = NoteExchange(str(self.out))
 
@@ -197,7 +195,7 @@ class LiveWatch(ProcessHooks):
                 self.hashes.append(bits_hash(local))
         self.note = {
             "rank": rank(), "step": self.step, "framework": self.framework.name,
-            "place": {axis: at for axis, at in self.place.items() if axis in CUT}, "parts": parts, "state": random_state(),
+            "place": {axis: at for axis, at in self.place.items() if axis in CUT}, "parts": parts, "state": str(random_states()),
             "samples": tensors_hash(tensors), "tokens": tensors_hash(tokens),
         }  # fmt: skip
         if self.framework.hooks_gradients:
@@ -217,7 +215,7 @@ class LiveWatch(ProcessHooks):
         if self.table.axes:  # by hand: plain tensors, of which the table says which are parts
             cut = self.table.cut_of(name)
             where += "".join(
-                f" {axis} {self.place[axis]}" for axis in self.place if axis in STAGES or (cut and axis == cut.axis)
+                f" {axis} {self.place[axis]}" for axis in self.place if axis == "pp" or (cut and axis == cut.axis)
             )
         return [
             (part.value, f"{part.holding.start} {part.holding.size} {part.holding.flat or ''}{where}")
@@ -301,14 +299,6 @@ def place_of(framework: FrameworkAdapter) -> dict[str, int]:
     if nameless and any(hasattr(p, "device_mesh") for p in framework.parameters.values()):
         place = {"tp": place["dp"]}
     return place
-
-
-def pipeline_stages() -> dict[int, int]:
-    """The stages of this rank in PyTorch's pipelines, by the id of their module."""
-    module = sys.modules.get("torch.distributed.pipelining.stage")
-    kind = getattr(module, "_PipelineStageBase", None)
-    found = [each for each in gc.get_objects() if issubclass(type(each), kind)] if kind else []
-    return {id(stage.submod): stage.stage_index for stage in found}
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> int:

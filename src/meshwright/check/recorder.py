@@ -15,8 +15,6 @@ A step begins with the first call of a module after an update. Modules that are 
 
 from __future__ import annotations
 
-import hashlib
-import random
 import sys
 import time
 from collections import Counter
@@ -43,6 +41,7 @@ from meshwright.check.attach import (
     wrap_end_of_groups,
 )
 from meshwright.check.collectives import CollectiveLog
+from meshwright.check.fingerprint import random_states
 from meshwright.check.folder import LIMIT
 from meshwright.check.frameworks.plain import HeldPart
 from meshwright.check.holdings import local_part
@@ -308,14 +307,6 @@ class StepRecorder(ProcessHooks):
             last = next((e["name"] for e in reversed(self.writer.entries) if e["kind"].startswith("output")), "")
             self.finish_step("" if self.updated else f"the script ended in this step, after {last or 'the model'}")
         self.detach()
-
-
-def random_states() -> dict[str, str]:
-    """A short hash of every generator's state."""
-    states = {"torch": torch.get_rng_state().numpy().tobytes(), "python": repr(random.getstate()).encode()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    return {name: hashlib.sha256(state).hexdigest()[:16] for name, state in states.items()}
 
 
 @torch.no_grad()
