@@ -1,4 +1,5 @@
-"""How good are the planner's choices? Published expert choices beside the winner of our search, and merged speed-ups (`plan_pairs.py`).
+"""How good are the planner's choices? Published expert choices beside the winner of our search, what runs say about single fields
+(`plan_fields.py`), and merged speed-ups (`plan_pairs.py`).
 
     python benchmarks/plan_quality.py                               one problem for each source and model, some minutes
     python benchmarks/plan_quality.py --markdown docs/plan-quality.md     the page, with the pairs
@@ -28,6 +29,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import plan_fields
 import plan_pairs
 
 from meshwright.calibrate.runs import rows
@@ -160,15 +162,17 @@ def summary(results: list[dict[str, Any]]) -> str:
     near = sum(r["distance"] <= NEAR for r in judged)
     tied = sum(not r["apart"] for r in judged)
     left = len(results) - len(judged)
+    share, tied_share = (count / max(len(judged), 1) for count in (near, tied))
     return (
-        f"{len(results)} choices, {left} not legal or without a plan. Of the other {len(judged)}, **{near} "
-        f"({near / max(len(judged), 1):.0%}) are within {NEAR:.0%} of our winner** (aim: 80%); {tied} cannot "
-        "be told apart from it by two predictions of one training (`cost/band.py`)."
+        f"{len(results)} choices, {left} not legal or without a plan. Of the other {len(judged)}, **{near} ({share:.0%}) are within "
+        f"{NEAR:.0%} of our winner** (aim: 80%), and **{tied} ({tied_share:.0%}) cannot be told apart from it** by two predictions of one "
+        "training (`cost/band.py`: their measured order may be the other way round in more than one case of ten). The aim is about the "
+        "first number; the second says for how many of the others our costs are sure of a difference."
     )
 
 
-def page(results: list[dict[str, Any]], pairs: list[plan_pairs.PairResult]) -> str:
-    """The page of published choices and of pairs."""
+def page(results: list[dict[str, Any]], fields: list[plan_fields.FieldRow], pairs: list[plan_pairs.PairResult]) -> str:
+    """The page of published choices, of single fields and of merged speed-ups."""
     lines = [
         "# Plan quality: published choices and merged speed-ups\n",
         "Written by `python benchmarks/plan_quality.py --markdown docs/plan-quality.md` (`make bench`). [Accuracy](accuracy.md) compares predicted "
@@ -203,7 +207,7 @@ def page(results: list[dict[str, Any]], pairs: list[plan_pairs.PairResult]) -> s
         for text in dict.fromkeys(text for r in far for text in r["evidence"]):
             lines.append(f"\nEvidence about those beyond {NEAR:.0%}: {text}.")
         lines.append("")
-    return "\n".join([*lines, plan_pairs.section(pairs)])
+    return "\n".join([*lines, plan_fields.section(fields), plan_pairs.section(pairs)])
 
 
 def main() -> None:
@@ -229,7 +233,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
     if args.markdown:
-        args.markdown.write_text(page(results, plan_pairs.results()), encoding="utf-8")
+        args.markdown.write_text(page(results, plan_fields.results(), plan_pairs.results()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 from meshwright.calibrate.runs import accuracy
 from meshwright.cost.band import NINE_INSIDE, PLAN_DOUBT
 from meshwright.describe.config import load
+from meshwright.describe.plan import Plan
 from meshwright.planner.search import choices
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -65,3 +66,26 @@ def test_the_sides_of_a_pair_are_compared_for_the_same_number_of_tokens():
     assert (pair.ratio, pair.told, pair.right, pair.alone) == (1.0, 1.1, False, True)
     assert pair.width == pytest.approx(math.exp(NINE_INSIDE * PLAN_DOUBT))
     assert pair.within
+
+
+def test_pairs_of_published_runs_differ_in_one_field():
+    """Data parallelism follows from the degree that changes; two changed fields are no pair, except tp in place of pp."""
+    names = runpy.run_path(str(FOLDER / "plan_fields.py"), run_name="imported")
+    first = Plan(tp=2, sp=True, pp=4, shard=8, zero=1)
+    same = (
+        {"tp": 4, "shard": 4},
+        {"pp": 2, "shard": 16},
+        {"tp": 4, "pp": 2},
+        {"microbatch": 2},
+        {"virtual": 2, "schedule": "interleaved"},
+    )
+    fields = [names["field_of"](first, first.but(**changes)) for changes in same]
+    assert fields == ["tp", "pp", "tp in place of pp", "micro-batch", "virtual stages"]
+    assert names["field_of"](first, first.but(tp=4, shard=4, microbatch=2)) == ""
+    assert names["field_of"](first, first.but(shard=16)) == ""  # on other GPUs
+    case = SimpleNamespace(row={}, step_time=1.0)
+    outcomes = [
+        SimpleNamespace(plan=plan, case=case, source="one", error=0.0, pair_ratio=ratio, prediction=SimpleNamespace(step_time_s=seconds))
+        for plan, seconds, ratio in ((first.but(microbatch=2), 0.5, None), (first, 1.0, None), (first.but(microbatch=4), 0.4, 30.0))
+    ]  # fmt: skip
+    assert list(names["all_pairs"](outcomes)) == [("micro-batch", "one", 0.0, pytest.approx(math.log(0.5)))]
