@@ -214,3 +214,21 @@ def test_a_carried_degree_batch_or_length_is_in_what_is_written() -> None:
                 same = changed.written is not None and changed.written.settings == result.written.settings
                 assert not same, f"{row['id']} to {target}: {key.key} = {key.value}"
     assert tried > 200
+
+
+def test_a_line_names_the_keys_of_what_a_value_states() -> None:
+    """A key with several meanings counts by those that its value has; a named model goes to a framework that states shapes by its shape."""
+    bridge, automodel = FRAMEWORKS["megatron-bridge"], FRAMEWORKS["automodel"]
+    settings = {
+        "optimizer.optimizer": "adam",
+        "ddp.use_distributed_optimizer": False,
+        "optimizer.use_distributed_optimizer": False,
+        "model.tensor_model_parallel_size": 8,
+    }
+    found = {
+        key.key: key.target for key in migrate(bridge, settings, [], automodel, gpus=8, model="llama3.1-70b").carried
+    }
+    assert "strategy" not in found["optimizer.optimizer"]
+    titan = {"model.name": "llama3", "model.flavor": "8B", "training.seq_len": 8192}
+    carried = migrate(FRAMEWORKS["torchtitan"], titan, [], FRAMEWORKS["megatron-lm"], gpus=64).carried
+    assert {key.key: key.target for key in carried}["model.flavor"] == "by the shape of the model"

@@ -72,7 +72,8 @@ def test_a_gpu_with_more_memory_than_the_catalogs_is_judged_by_its_own() -> None
 @pytest.mark.parametrize(
     ("framework", "settings", "stack"),
     [("TRL", {"deepspeed": "zero2.json"}, "deepspeed"), ("TRL", {"fsdp": "full_shard"}, "accelerate"),
-     ("axolotl", {"deepspeed": "deepspeed_configs/zero3_bf16.json"}, "deepspeed"), ("accelerate", {"distributed_type": "DEEPSPEED", "deepspeed_config.zero_stage": 2}, "deepspeed"),
+     ("axolotl", {"deepspeed": "deepspeed_configs/zero3_bf16.json"}, "deepspeed"),
+     ("accelerate", {"distributed_type": "DEEPSPEED", "deepspeed_config.zero_stage": 2}, "deepspeed"),
      ("accelerate", {"distributed_type": "FSDP"}, "accelerate"), ("LLaMA-Factory", {"deepspeed": "ds_z3_config.json"}, "deepspeed")],
 )  # fmt: skip
 def test_the_stack_of_trainers_that_shard_by_deepspeed_is_deepspeed(

@@ -279,3 +279,15 @@ def test_host_time_alone_makes_no_value_faster() -> None:
     same, larger = (replace(now, config=c.but(plan=c.plan.but(microbatch=m))) for m in (c.plan.microbatch, 2))
     assert not surely_slower(slow, same)
     assert surely_slower(slow, larger)
+
+
+def test_only_axes_in_use_are_said_to_wait() -> None:
+    c = config("llama3-8b", "dgx-a100", 8, 2, 2048, "deepspeed", tp=4, shard=2, zero=2, overlap=[])
+    (waits,) = (f for f in lint.check(c, changes=()) if f.code == "MW-LINT-016")
+    assert "communication of dp waits" in waits.what
+
+
+def test_gathers_inside_a_node_are_on_no_slow_network() -> None:
+    c = config("gpt-oss-20b", "dgx-h100", 8, 16, 4096, "axolotl", shard=8, zero=3, recompute="full")
+    (gathers,) = (f for f in lint.check(c, changes=()) if f.code == "MW-LINT-007")
+    assert gathers.name == "gathers of ZeRO-3 are exposed"

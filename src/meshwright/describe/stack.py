@@ -217,6 +217,11 @@ class Stack(Described):
     """of the calibrated numbers, row by row (`calibrate.response`)"""
     source: str = ""
 
+    @property
+    def offload_kinds(self) -> list[str]:
+        """The values of `plan.offload` that the stack can run, besides "none"."""
+        return [*self.offloads, *["both"] * (len(self.offloads) == 2)]
+
     def overlaps(self, axis: str, sp: Any, zero: Any, ring: Any) -> Any:
         """Whether the communication of an axis overlaps with compute in plans that leave it to the stack. `ring` attention passes one block on while
         it computes another: it overlaps wherever the stack overlaps anything."""

@@ -24,7 +24,7 @@ from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError, shown
 from meshwright.interop.assemble import switch_plan, switch_stack
 from meshwright.interop.files import parse, recognise
-from meshwright.interop.keys import Facts, Framework, plain
+from meshwright.interop.keys import INVALID, Facts, Framework, Key, plain
 from meshwright.interop.reading import SettingsReading, merged_settings, raise_first, understand
 from meshwright.interop.shapes import catalog_cluster, same_shape
 from meshwright.interop.write import OWN, SHAPE, WrittenSettings, check_runnable, difference, form_of, settings_of
@@ -315,7 +315,7 @@ def account(result: Migration, wanted: Config, merged: Mapping[str, Any]) -> Non
     changed, back = changed_fields(result, wanted)
     listed = set[str]()
     for key, value in merged.items():
-        facts = [row.fact for row in table.keys if key in (row.name, *row.was) and plain(value) not in row.unset]
+        facts = [row.fact for row in table.keys if key in (row.name, *row.was) and states_fact(row, plain(value))]
         kind = understood.kind_of(key)
         if kind in ("unknown", "not modelled"):
             result.lost.append(MigratedKey(key, value, "not translated"))
@@ -334,6 +334,11 @@ def account(result: Migration, wanted: Config, merged: Mapping[str, Any]) -> Non
     for name in changed:  # what the source has by default
         if name not in listed and changed[name][1] is not None:
             result.lost.append(MigratedKey(name, changed[name][0], instead(result.target, name, changed[name])))
+
+
+def states_fact(row: Key, value: Any) -> bool:
+    """Whether a value of a key states the fact of this row: a plug-in of the loss says nothing of experts."""
+    return value not in row.unset and row.decode(value) not in (None, INVALID)
 
 
 def changed_fields(result: Migration, wanted: Config) -> tuple[dict[str, tuple[Any, Any]], Facts]:
@@ -383,6 +388,8 @@ def target_keys(result: Migration, facts: list[str]) -> str:
     names = dict.fromkeys(same or [row.name for row in rows if fields & set(fields_of(row.fact)) - {"plan.overlap"}])
     if not names and names_model(result.target) and any(name.startswith("model") for name in (*facts, *fields)):
         return "by the name of the model"
+    if not names and "model.name" in fields and "model.hidden" in result.target.table.facts():
+        return "by the shape of the model"
     return ", ".join(f"{name} = {shown(settings[name])}" for name in names) or f"the default of {result.target.title}"
 
 

@@ -20,7 +20,7 @@ KINDS = {
     "unknown": ("not known, and could matter", "bold red"),
     "not modelled": ("may change time or memory; the cost model does not have it", "yellow"),
     "ignored": ("not known; its name suggests that it does not matter", "dim"),
-    "no effect": ("has no effect on time or memory", "dim"),
+    "no effect": ("time and memory of a step do not depend on them", "dim"),
 }
 
 

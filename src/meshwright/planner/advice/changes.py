@@ -124,6 +124,9 @@ def candidates(
             value = tuple(choice.value) if isinstance(choice.value, list) else choice.value
             if value == getattr(plan, name):
                 continue
+            if name == "offload" and value not in ("none", *c.stack.offload_kinds):
+                yield Change(((name, value),), f"the stack {c.stack.name} does not offload {value}")
+                continue
             other = changed(plan, **{name: value}, **(choice.changes or {})) if choice.legal else None
             yield Change(((name, value),), choice.reason, other and within_memory(config, other))
 

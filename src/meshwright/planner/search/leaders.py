@@ -212,7 +212,6 @@ def walked(space: Space, rows: PlanArrays, outcome: SearchOutcome) -> list[Candi
     return out
 
 
-OFFLOADS = {"states": ("states",), "activations": ("activations",), "both": ("states", "activations")}
 OFFLOAD_WORTH = 0.1  # share of the step that offload must save
 TOO_LARGE = 0.25  # share of the memory by which a plan with equal stages may exceed it
 DIVISION_WORTH = 0.01  # share of the step that unequal stages must save to be searched for
@@ -291,7 +290,7 @@ def offloads(space: Space) -> list[str]:
     """The kinds of offload to search: those that the stack can run, where the question leaves it open."""
     if space.base.offload != "none" or not space.choices.offload:
         return []
-    return [kind for kind, parts in OFFLOADS.items() if set(parts) <= set(space.stack.offloads)]
+    return space.stack.offload_kinds
 
 
 def compressions(space: Space) -> list[str]:

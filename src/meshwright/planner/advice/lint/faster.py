@@ -4,7 +4,7 @@ What counts is what the costs are sure of:
 
     room        5% of the memory stays free
     doubt       the saving is larger than the doubt about the difference of two plans (`cost.band.indistinguishable`)
-    host time   counts only where the micro-batch changes: a larger one surely has fewer kernels, other changes may only move them
+    host time   counts only where the micro-batch grows: it surely has fewer kernels then, other changes may only move them
     axes        a change that moves ranks from one axis to another must save a fifth: it divides the model in another way
 """
 
@@ -30,7 +30,7 @@ def faster_value(seen: Seen, changes: Sequence[Change], without: Collection[str]
         if better is None or not fits(better, USABLE_MEMORY) or not surely_slower(seen.now, better):
             continue
         parts = difference(better.prediction, seen.now.prediction)
-        what = f"with {change.title} the parts of a step change by {itemised(parts, seen.step)}"
+        what = f"with {change.title}: {itemised(parts, seen.step)}"
         return finding(seen, CODE, "another value is faster", what, seen.step - step(better), better)
     return None
 
@@ -38,7 +38,7 @@ def faster_value(seen: Seen, changes: Sequence[Change], without: Collection[str]
 def surely_slower(now: Estimate, better: Estimate) -> bool:
     """Whether a plan takes so much longer than another that both the costs and their doubt call it slow."""
     saved = step(now) - step(better)
-    if now.plan.microbatch == better.plan.microbatch:
+    if better.plan.microbatch <= now.plan.microbatch:
         saved -= max(0.0, exposed(now, "host") - exposed(better, "host"))
     moves = any(getattr(now.plan, axis) != getattr(better.plan, axis) for axis in DEGREES)
     least = SLOW_AXES if moves else SLOW

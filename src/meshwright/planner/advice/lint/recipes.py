@@ -26,11 +26,9 @@ GRADIENTS, MICROBATCH = ("MW-LINT-002", "MW-LINT-010", "MW-LINT-016", "MW-LINT-0
 EXCLUDED = {"adapters": GRADIENTS, "cuda_graphs": MICROBATCH, "packed_seq": MICROBATCH, "dispatcher": ("MW-LINT-009",)}
 SHARDS = ("replicate", "shard", "zero", "bucket", "wrap", "reduce")
 FIELDS = {
-    "adapters": SHARDS,
-    "cuda_graphs": ("microbatch",),
-    "packed_seq": ("microbatch",),
-    "dispatcher": ("ep", "expert_tp"),
-}
+    "adapters": SHARDS, "cuda_graphs": ("microbatch",), "packed_seq": ("microbatch",), "dispatcher": ("ep", "expert_tp"),
+    "offload_layers": ("offload",), "offloads_modules": ("offload",),
+}  # fmt: skip
 
 
 def judge(row: Json) -> RecipeVerdict:

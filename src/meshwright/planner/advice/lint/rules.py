@@ -92,8 +92,8 @@ def small_batch(seen: Seen) -> Finding | None:
         return None
     name = "small batch with large data parallelism"
     local = workload.batch // plan.dp
-    ranks = f"{plan.dp} data-parallel ranks"
-    what = f"{counted(local, 'sequence')} for each of {ranks} do not hide the reduction of gradients"
+    per_rank = f"{counted(local, 'sequence')} for each of {plan.dp} data-parallel ranks"
+    what = f"the reduction of gradients takes longer than the backward pass that hides it: {per_rank}"
     fewer = seen.faster(moves(best.plan, "dp", workload, seen.config.stack, ("tp", "pp")))
     if fewer is not None:
         return finding(seen, "MW-LINT-002", name, what, cost, fewer)
@@ -180,9 +180,9 @@ def sharded_over_slow(seen: Seen) -> Finding | None:
     split = [p for p in moves(plan, "dp", seen.config.workload, seen.config.stack, ("tp", "pp")) if p]
     lighter_split = [changed(p, zero=1) for p in split]
     fixed = seen.trial.fastest([hybrid, unsharded, *lighter, *bigger, *split, *lighter_split])
-    gathers = "gathers of weights" if slow else "gathers of weights outlast what they could hide behind:"
-    what = f"{gathers} over {level_words(cluster, level)} expose {format_seconds(cost)}"
-    return finding(seen, "MW-LINT-007", "ZeRO-3 on a slow network", what, cost, fixed)
+    name = "ZeRO-3 on a slow network" if slow else "gathers of ZeRO-3 are exposed"
+    what = f"compute waits {format_seconds(cost)} for gathers of weights over {level_words(cluster, level)}"
+    return finding(seen, "MW-LINT-007", name, what, cost, fixed)
 
 
 def oversubscribed(seen: Seen) -> Finding | None:
@@ -326,7 +326,7 @@ def no_overlap(seen: Seen) -> Finding | None:
     if plan.overlap is None:
         return None
     possible = plan.but(overlap=None).overlapped(stack, seen.now.cluster.node_size)
-    off = tuple(axis for axis in possible if axis not in plan.overlap)
+    off = tuple(axis for axis in possible if axis not in plan.overlap and getattr(plan, axis) > 1)
     best = seen.trial.of(plan.but(overlap=(*plan.overlap, *off), prefetch=True)) if off else None
     if best is None or step(best) >= seen.step:
         return None
