@@ -3,6 +3,7 @@
 import json
 from importlib.resources import files
 
+import jsonschema_rs
 import numpy as np
 import pytest
 
@@ -14,7 +15,9 @@ from meshwright.describe.legality.choices import free_values, word_values
 from meshwright.describe.plan import Plan
 from meshwright.planner.cases import studies
 from meshwright.predict.estimate import estimate
+from meshwright.view.json_schema import schema_of
 from meshwright.view.page.registry import SEARCH, VIEWS
+from meshwright.view.page.shapes import SHAPES
 from meshwright.view.page.subject import COMMON_LEADERS, Shared, Subject
 from ranks import soak
 
@@ -39,10 +42,11 @@ SEARCHED = [(name, plan) for name, plan in EVERY if VIEWS[name].kind == SEARCH a
 
 
 @pytest.mark.parametrize(("name", "plan"), [*(case for case in EVERY if case not in SEARCHED), *soak(SEARCHED)])
-def test_data_is_plain_json(subjects, plan, name):
+def test_data_is_plain_json_of_the_shape_that_the_script_checks(subjects, plan, name):
     for subject in (subjects[plan].provisional(), subjects[plan]):
         found = VIEWS[name].data(subject)
         assert json.loads(json.dumps(found, allow_nan=False)) == found
+        jsonschema_rs.validate(schema_of(SHAPES[name], closed=True), found)
 
 
 def test_timeline_is_what_simulate_prints(subjects):

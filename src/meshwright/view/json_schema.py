@@ -6,6 +6,7 @@ unknown ones are allowed. A shape of `SHAPES` reads like the output that it desc
     "number"     a value of this type          "number?"    or null            "prediction"  an object with the fields of `Prediction`
     [shape]      a list                        [shape, 1]   with at least one item
     {"a": …}     an object with these keys     {"*": …}     an object whose values have this shape
+    {"a?": …}    a key that may be missing     {"?": …}     this shape, or null           "any"
     {"...": "prediction", "a": …}              the keys of a prediction, then these
 """
 
@@ -116,8 +117,11 @@ SHAPES = {
 OUTPUTS = tuple(SHAPES)
 
 
-def schema_of(shape: Any) -> Json:
+def schema_of(shape: Any, closed: bool = False) -> Json:
+    """The JSON Schema of a shape. `closed`: an object has no other keys."""
     match shape:
+        case "any":
+            return {}
         case "code":
             return {"type": "string", "pattern": "^MW-[A-Z0-9]+-[0-9]{3}$"}
         case "prediction" | "measurement":
@@ -128,16 +132,21 @@ def schema_of(shape: Any) -> Json:
         case tuple():
             return {"enum": list(shape)}
         case [item, *least]:
-            return {"type": "array", "items": schema_of(item), **({"minItems": least[0]} if least else {})}
+            return {"type": "array", "items": schema_of(item, closed), **({"minItems": least[0]} if least else {})}
         case {"*": values}:
-            return {"type": "object", "additionalProperties": schema_of(values)}
+            return {"type": "object", "additionalProperties": schema_of(values, closed)}
+        case {"?": inner}:
+            return {"anyOf": [schema_of(inner, closed), {"type": "null"}]}
     first = schema_of(shape["..."])["properties"] if "..." in shape else {}
-    return keys(first | {name: schema_of(inner) for name, inner in shape.items() if name != "..."})
+    own = {name: schema_of(inner, closed) for name, inner in shape.items() if name != "..."}
+    return keys(first | own) | ({"additionalProperties": False} if closed else {})
 
 
 def keys(properties: Json) -> Json:
-    """An object that has these keys, and perhaps more."""
-    return {"type": "object", "required": list(properties), "properties": properties}
+    """An object that has these keys, and perhaps more; those that end with `?` may be missing."""
+    required = [name for name in properties if not name.endswith("?")]
+    named = {name.removesuffix("?"): schema for name, schema in properties.items()}
+    return {"type": "object", "required": required, "properties": named}
 
 
 def of_class(cls: type) -> Json:

@@ -12,6 +12,8 @@ from meshwright import __version__
 from meshwright.describe import catalog
 from meshwright.describe import schema as describe_schema
 from meshwright.describe.draft import NAMED
+from meshwright.view.json_schema import schema_of
+from meshwright.view.page.shapes import SHAPES
 from meshwright.web import dropped
 from meshwright.web.bodies import FileBody, QuestionBody, ShowBody, ViewsBody
 
@@ -31,7 +33,7 @@ STATUS = {
 def document() -> Schema:
     """The OpenAPI document."""
     schemas, plan_file = plan_file_schemas()
-    schemas |= {"PlanFile": plan_file, "Error": error()}
+    schemas |= {"PlanFile": plan_file, "Error": error()} | {f"View_{name}": schema_of(SHAPES[name]) for name in SHAPES}
     for body in (QuestionBody, ViewsBody, FileBody, ShowBody):
         schemas[body.__name__] = moved(body.model_json_schema())
         schemas[body.__name__].pop("$defs", None)
@@ -86,7 +88,7 @@ ROUTES = (
     ("post", "simulate", "Simulate the step of a plan", "PlanFile", ("step_time_s", "busy_s")),
     ("post", "plan", "Find the fastest plan that fits", "", ("plans", "strategies", "explanation")),
     ("post", "show", "A topic of `meshwright show`", "ShowBody", {"type": ["object", "array"]}),
-    ("post", "views", "Data of views, one line of JSON each as it is ready", "ViewsBody", {"type": "string"}),
+    ("post", "views", "Data of views, one line of JSON each as it is ready: `data` as the schema View_… says", "ViewsBody", {"type": "string"}),
     ("post", "choices", "Values of each plan field: legal, with what changes, or why not", "PlanFile", ("fields", "problem")),
     ("post", "text", "A plan file, a command, settings of other frameworks and launch files", "PlanFile", ("toml", "command", "settings", "launch")),
     ("post", "trace", "The simulated step as a trace for Perfetto", "PlanFile", ("traceEvents",)),
