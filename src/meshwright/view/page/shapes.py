@@ -11,7 +11,7 @@ S_, N_, I_, O_ = "string?", "number?", "integer?", "object?"
 LINE = {"line": S, "tone": S}  # of the terminal
 SHAPES: dict[str, Any] = {
     "verdict": {
-        "subject": {"model": S, "parameters": I, "gpus": I, "accelerator": S, "cluster": S, "stack": S, "plan": S, "microbatches": I}, "tone": S,
+        "subject": {"model": S, "parameters": N, "gpus": I, "accelerator": S, "cluster": S, "stack": S, "plan": S, "microbatches": I}, "tone": S,
         "headline": S, "sentence": S, "fits": B, "bound_by": S, "step_time_s": N, "step_time_low_s": N, "step_time_high_s": N, "mfu": N,
         "mfu_tone": S, "memory_gib": N, "memory_limit_gib": N, "tokens_per_s": N, "unit": S, "own_trainer": S,
         "targets": [{"name": S, "share": N, "target": S, "good": B}], "training": O_,
@@ -21,10 +21,10 @@ SHAPES: dict[str, Any] = {
                 "cut_to": {"stages": I, "set": O},
             },
         },
-        "assumed": [ANY], "calibrated": S, "formulas": {"*": S},
+        "assumed": [S], "calibrated": S, "formulas": {"*": S},
     },
     "advice": {
-        "first": [{"title": S, "set": O, "saves_s": N, "memory_gib": N, "fix": S}],
+        "first": [{"title": S, "set": O, "follows": S, "saves_s": N, "memory_gib": N, "fix": S}],
         "findings": [{"code": S, "name": S, "severity": S, "what": S, "cost_s": N, "share": N, "fix": S, "saves_s": N_, "still_best": S, "set": O}],
         "step_time_s": N,
     },
@@ -117,7 +117,7 @@ SHAPES: dict[str, Any] = {
         "takes_over": {"?": {"gpus": N, "formula": S}}, "note": S,
     },
     "batch": {
-        "batch": I, "unit": I, "seq": I, "critical": I_, "critical_reason": S,
+        "batch": I, "unit": I, "seq": I_, "critical": I_, "critical_reason": S,
         "rows": [{"batch": I, "microbatches": I, "step_time_s": N, "mfu": N, "tokens_per_s": N, "lost_share": N, "formula": S}], "note": S,
     },
     "sensitivity": {"share": N, "rows": [{"what": S, "less": N_, "more": N_, "note": S, "formula": S}], "note": S},
@@ -179,9 +179,13 @@ SHAPES: dict[str, Any] = {
         }],
     },
     "modeler": {
-        "inputs": {"stages": I, "microbatches": I, "layers": I, "tokens": I, "hidden": I, "layer_ms": N, "schedule": S}, "schedules": [S],
-        "message_bytes": I, "cards": [{"stage": I, "layers": I, "message_bytes": I, "held": I}],
+        "inputs": {
+            "stages": I, "microbatches": I, "layers": I, "tokens": I, "hidden": I, "tp": I, "layer_ms": N, "link_gbps": N, "schedule": S,
+            "precision": S, "chunk_mb": N, "chunk_gbps": N, "overhead_us": N,
+        },
+        "schedules": [S], "precisions": [S], "message_bytes": N, "cards": [{"stage": I, "layers": I, "message_bytes": N, "held": I}],
         "rows": [{"name": S, "tool": N_, "ours": N, "unit": S, "formula": S, "why": S, "same": B}],
+        "chunks": {"bytes": N, "rate": N, "seconds": N, "best": I, "exposed_s": N, "formula": S},
         "rate": {"flops": N, "flops_per_s": N, "layers_per_s": N},
         "advice": {"low": B, "efficiency_share": N, "tool": {"microbatches": I, "stages": I}, "ours": {"microbatches": I, "stages": I}},
         "timeline": {"ranks": I, "makespan_s": N, "actions": [[ANY]]},

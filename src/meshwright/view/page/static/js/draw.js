@@ -272,28 +272,6 @@ export function legend(items) {
 /** The scale of a heat map, from its lowest to its highest value. */
 export const ramp = (low, high) => h("p", { class: "ramp" }, h("span", null, low), h("i", { "aria-hidden": "true" }), h("span", null, high));
 
-/** A canvas of `height` CSS pixels as wide as the element, sharp at any device-pixel ratio. paint(context, width, height).
- *  Returns { node, repaint }. Give it an accessible name with `label`. */
-export function canvas(element, paintOn, { height = 300, label: name = "" } = {}) {
-  const node = h("canvas", { role: "img", "aria-label": name, tabindex: "0" });
-  element.append(node);
-  const repaint = () => {
-    const width = Math.max(260, Math.floor(contentWidth(element))), ratio = window.devicePixelRatio || 1;
-    if (node.width !== Math.round(width * ratio) || node.height !== Math.round(height * ratio)) {
-      node.width = Math.round(width * ratio);
-      node.height = Math.round(height * ratio);
-      node.style.width = `${width}px`;
-      node.style.height = `${height}px`;
-    }
-    const context = node.getContext("2d");
-    context.setTransform(ratio, 0, 0, ratio, 0, 0);
-    context.clearRect(0, 0, width, height);
-    paintOn(context, width, height);
-  };
-  repaint();
-  return { node, repaint };
-}
-
 /** A table: columns [{ title, key | value(row), text(value, row), align: "right", formula(row) }]. Options: caption (or only a name for assistive technology), onrow(row), chosen(row), most. */
 export function table(columns, rows, { caption = "", name = caption, onrow = null, chosen = null, rowLabel = null } = {}) {
   const cell = (column, row, first) => {

@@ -2,6 +2,7 @@
 
 import { h } from "meshwright/draw.js";
 import { refusal } from "meshwright/notice.js";
+import * as save from "meshwright/save.js";
 import * as source from "meshwright/source.js";
 import * as state from "meshwright/state.js";
 
@@ -100,7 +101,9 @@ export function zone(element, view, words, data, draw) {
     const result = results.get(view);
     status.replaceChildren(...(reading?.view === view ? [h("p", { class: "empty" }, h("progress", { "aria-label": "Reading" }), ` Reading ${reading.files.length === 1 ? reading.files[0].name : `${reading.files.length} files`} … `, h("button", { type: "button", class: "small", onclick: () => reading.stop.abort() }, "Stop"))] : result?.error ? [refusal(result.error)] : []));
     body.replaceChildren();
-    if (result?.data) draw(body, result.data, result);
+    if (!result?.data) return;
+    draw(body, result.data, result);
+    save.attach(body, view);
   };
   listeners.add(show);
   show();

@@ -1,7 +1,7 @@
 // The frame: navigation, inputs, verdict, and the views that are open. A change of the state aborts what was asked before and asks again;
 // an answer of an older state is dropped.
 
-import { h, clear, format } from "meshwright/draw.js";
+import { h, clear, format, keepFocus } from "meshwright/draw.js";
 import * as actions from "meshwright/actions.js";
 import * as inputs from "meshwright/inputs.js";
 import * as save from "meshwright/save.js";
@@ -9,6 +9,7 @@ import * as scenarios from "meshwright/scenarios.js";
 import * as source from "meshwright/source.js";
 import * as state from "meshwright/state.js";
 import { refusal } from "meshwright/notice.js";
+import { misfit } from "meshwright/shapes.js";
 import * as verdict from "meshwright/verdict.js";
 import { VIEWS } from "meshwright/views.js";
 
@@ -134,27 +135,20 @@ function drawPanel(panel, again) {
   }
   if (found.length && found.every((a) => a.stale)) return busy;
   const data = view.needs ? Object.fromEntries(names.map((name, i) => [name, found[i].data])) : found[0].data;
-  const height = body.offsetHeight, focused = focusPath(body);
-  body.style.minHeight = `${height}px`; // the page does not jump while the view is drawn again
-  clear(body);
-  try {
-    view.draw(body, data, context(view, busy));
-    save.attach(body, view.name);
-  } catch (error) {
-    console.error(error);
-    body.append(refusal({ code: "", what: `the view "${view.title}" could not be drawn`, why: String(error), valid: [], fix: "" }));
-  }
+  body.style.minHeight = `${body.offsetHeight}px`; // the page does not jump while the view is drawn again
+  keepFocus(body, () => {
+    clear(body);
+    try {
+      view.draw(body, data, context(view, busy));
+      save.attach(body, view.name);
+    } catch (error) {
+      console.error(error);
+      const other = names.map((name) => misfit(name, answers.get(name).data)).find(Boolean);
+      body.append(refusal({ code: "", what: `the view "${view.title}" could not be drawn`, why: other ? `The server sent no such ${other}: it is of another version than the page in this tab` : String(error), valid: [], fix: other ? "reload the page" : "" }));
+    }
+  });
   body.style.minHeight = "";
-  focused?.();
   return busy;
-}
-
-// A view draws its controls anew; the control in the same place gets the focus back.
-function focusPath(body) {
-  const active = document.activeElement;
-  if (!active || !body.contains(active)) return null;
-  const index = [...body.querySelectorAll("button, select, input, a, [tabindex]")].indexOf(active);
-  return () => [...body.querySelectorAll("button, select, input, a, [tabindex]")][index]?.focus({ preventScroll: true });
 }
 
 let serial = 0; // of answers

@@ -1,7 +1,7 @@
 // The figures of training runs: curves with a linked pointer, predicted against measured by part, a measured step above the simulated one, and what
 // happened when. A run has one colour in all of them.
 
-import { area, axis, band, bars, figure, format, formula, h, hide, label, legend, linear, line, panel, scatter, show, svg, table } from "meshwright/draw.js";
+import { area, axis, band, bars, figure, format, formula, h, hide, label, legend, line, linear, log, panel, scatter, show, svg, table } from "meshwright/draw.js";
 import { firstAfter, laneOf, lanes } from "meshwright/lanes.js";
 import * as part from "meshwright/parts.js";
 
@@ -44,18 +44,18 @@ function thinned(points, pixels) {
 }
 
 /** All curves of runs [{ run, colour, comparable }]. The prediction, the marks and the sentences are those of the first. */
-export function curves(element, runs, { across = "step", smooth = 0 } = {}) {
+export function curves(element, runs, { across = "step", smooth = 0, logarithmic = false } = {}) {
   const { run, comparable } = runs[0], { prediction } = run.parts;
   const expected = (value, low, high, factor = 1) => (comparable && Number.isFinite(value) ? { value: value * factor, low: low * factor, high: high * factor } : null);
   const small = runs.every(({ run }) => column(run, "memory_gib").every((p) => p.y < 1));
   const blocked = prediction?.exposed_s && BLOCKED.reduce((sum, name) => sum + (prediction.exposed_s[name] ?? 0), 0);
   const charts = [
-    { title: "Loss", key: "loss", evaluated: "validation_loss", fromZero: false, text: (v) => format.number(v, 4), marked: true },
+    { title: "Loss", key: "loss", evaluated: "validation_loss", fromZero: false, text: (v) => format.number(v, 4), marked: true, isLog: logarithmic },
     { title: "Step time", key: "seconds", text: format.seconds, expected: expected(prediction?.step_time_s, prediction?.step_time_low_s, prediction?.step_time_high_s), clip: true },
     { title: "Throughput", key: "tokens_per_s", text: (v) => `${format.count(v)}/s`, expected: expected(prediction?.tokens_per_s) },
     { title: "MFU", key: "mfu", text: format.percent, expected: expected(prediction?.mfu), sentence: prediction?.mfu_denominator && comparable ? `Of ${prediction.mfu_denominator}.` : "" },
     { title: "Exposed communication", key: "exposed_s", text: format.seconds, expected: expected(blocked || null), sentence: "Time that rank 0 was blocked, waits for other ranks included.", clip: true },
-    { title: "Gradient norm", key: "grad_norm", text: format.number, clip: true },
+    { title: "Gradient norm", key: "grad_norm", text: format.number, clip: !logarithmic, isLog: logarithmic },
     { title: "Learning rate", key: "learning_rate", text: format.number },
     { title: "Memory", key: "memory_gib", text: small ? (v) => `${format.number(v)} MiB` : format.gib, factor: small ? 1024 : 1, sentence: run.about?.device === "cpu" ? "Resident memory of the process of rank 0, peak until then." : "Memory that rank 0 reserved, peak until then." },
   ].map((one) => ({ ...one, lines: runs.map((r) => ({ ...r, points: smoothed(column(r.run, one.key, across).map((p) => ({ ...p, y: p.y * (one.factor ?? 1) })), smooth) })).filter(({ points }) => points.length > 1) })).filter(({ lines }) => lines.length);
@@ -71,7 +71,7 @@ export function curves(element, runs, { across = "step", smooth = 0 } = {}) {
   if (pointed !== null) linked.forEach((chart) => chart.point(pointed));
 }
 
-function curve(box, { title, key, lines, text, evaluated = "", expected = null, marked = false, fromZero = true, clip = false }, runs, across, linked) {
+function curve(box, { title, key, lines, text, evaluated = "", expected = null, marked = false, fromZero = true, clip = false, isLog = false }, runs, across, linked) {
   const ys = lines.flatMap(({ points }) => points.map((p) => p.y)), sorted = [...ys].sort((a, b) => a - b), first = lines[0];
   const extra = evaluated ? runs.flatMap(({ run, colour }) => column(run, evaluated, across).map((p) => ({ ...p, colour, formula: `${run.name}: validation loss ${format.number(p.y, 5)}\nafter step ${format.whole(p.step)}` }))) : [];
   // The first steps take long and have large gradients: they may leave the figure.
@@ -82,7 +82,7 @@ function curve(box, { title, key, lines, text, evaluated = "", expected = null, 
   box.querySelector("h3").after(readout);
   const chart = figure(box, { height: 170, left: 58, right: 10, bottom: 34, label: `${title} of ${lines.map(({ run, points }) => `${run.name}: from ${text(points[0].y)} to ${text(points.at(-1).y)} over ${points.length} steps`).join("; ")}` });
   const begin = Math.min(...lines.map(({ points }) => points[0].x)), end = Math.max(...lines.map(({ points }) => points.at(-1).x));
-  const x = linear([begin, end > begin ? end : begin + 1], [0, chart.width]), y = linear([least, most > least ? most : least + 1], [chart.height, 0], { nice: true, count: 4 });
+  const x = linear([begin, end > begin ? end : begin + 1], [0, chart.width]), y = isLog && sorted[0] > 0 ? log([Math.min(...ys, ...extra.map((p) => p.y)), most], [chart.height, 0]) : linear([least, most > least ? most : least + 1], [chart.height, 0], { nice: true, count: 4 });
   axis(chart, y, "left", { format: text, ticks: 4 });
   axis(chart, x, "bottom", { label: ACROSS[across].label, format: ACROSS[across].text, ticks: Math.max(2, Math.floor(chart.width / 80)) });
   if (expected) {

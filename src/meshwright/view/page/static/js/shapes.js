@@ -1,5 +1,5 @@
 // The shape of the data of every view (view/page/shapes.py), and whether data has it. A page that was opened before the server was replaced by
-// another version then says so, where it would draw something wrong.
+// another version finds so what it cannot draw, and says it.
 
 const SHAPES = {}; // filled in when the file is sent
 
@@ -9,11 +9,11 @@ const KINDS = { string: (v) => typeof v === "string", number: (v) => typeof v ==
 export const misfit = (view, data) => (SHAPES[view] && data ? check(SHAPES[view], data, view) : "");
 
 function check(shape, value, path) {
-  if (shape === "any") return "";
-  if (typeof shape === "string") return (value === null ? shape.endsWith("?") : KINDS[shape.replace("?", "")](value)) ? "" : path;
+  if (shape === "any" || value === null) return "";
+  if (typeof shape === "string") return KINDS[shape.replace("?", "")](value) ? "" : path;
   if (Array.isArray(shape)) return !Array.isArray(value) ? path : value.length ? check(shape[0], value[0], `${path}[0]`) : "";
-  if ("?" in shape) return value === null ? "" : check(shape["?"], value, path);
-  if (value === null || typeof value !== "object") return path;
+  if ("?" in shape) return check(shape["?"], value, path);
+  if (typeof value !== "object") return path;
   for (const [key, inner] of Object.entries("*" in shape ? Object.fromEntries(Object.keys(value).slice(0, 1).map((k) => [k, shape["*"]])) : shape)) {
     const name = key.replace(/\?$/, ""), missing = value[name] === undefined;
     const found = missing ? (key.endsWith("?") ? "" : `${path}.${name}`) : check(inner, value[name], `${path}.${name}`);

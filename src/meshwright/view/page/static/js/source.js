@@ -1,7 +1,5 @@
 // Where data comes from: the server, or the JSON inside a file that a command wrote. Views do not see the difference.
 
-import { misfit } from "meshwright/shapes.js";
-
 const element = document.getElementById("meshwright-data");
 const embedded = element ? JSON.parse(element.textContent) : null;
 
@@ -64,15 +62,9 @@ export async function views({ config, views: names, options }, signal, onanswer)
     rest += value ?? "";
     const lines = rest.split("\n");
     rest = done ? "" : lines.pop();
-    for (const line of lines) if (line.trim()) onanswer(fitting(JSON.parse(line)));
+    for (const line of lines) if (line.trim()) onanswer(JSON.parse(line));
     if (done) return;
   }
-}
-
-/** An answer of a view; data of another shape than this page draws becomes the error that says so. */
-function fitting(answer) {
-  const path = misfit(answer.view, answer.data);
-  return path ? { ...answer, data: null, error: { code: "", what: `this page cannot draw ${path}`, why: "The server is of another version than the page in this tab", valid: [], fix: "reload the page" } } : answer;
 }
 
 let loaded = null;
@@ -82,7 +74,7 @@ export const choices = (config, signal) => json("/api/choices", { body: config, 
 export const text = (config, signal) => json("/api/text", { body: config, signal });
 export const trace = (config) => json("/api/trace", { body: config });
 /** The view of dropped files: { view, data }. Their bytes go to this server as they are read from the disk. */
-export const dropped = (files, reference, signal) => json(`/api/dropped${reference ? `?reference=${encodeURIComponent(reference)}` : ""}`, { body: new Blob(files.flatMap(({ name, file }) => [`${JSON.stringify({ name, size: file.size })}\n`, file])), type: "application/x-meshwright-files", signal }).then(fitting).then((answer) => { if (answer.error) throw new Refusal(answer.error); return answer; });
+export const dropped = (files, reference, signal) => json(`/api/dropped${reference ? `?reference=${encodeURIComponent(reference)}` : ""}`, { body: new Blob(files.flatMap(({ name, file }) => [`${JSON.stringify({ name, size: file.size })}\n`, file])), type: "application/x-meshwright-files", signal });
 /** What a file is: { kind, config, unread }. */
 export const file = (body) => json("/api/file", { body });
 /** Whether there may be training runs: a server knows some, or `meshwright report` wrote them into the file. */

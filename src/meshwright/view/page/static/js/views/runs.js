@@ -1,10 +1,11 @@
 // Runs: the folders that `meshwright train` writes. A list beside curves that grow while a run trains, predicted against measured by part, a measured
 // step above the simulated one, faults and checkpoints. Several runs are drawn in the same figures, each in its own colour.
 
-import { choice, clear, format, h, keepFocus, panel, slider, stat, table } from "meshwright/draw.js";
+import { choice, clear, format, h, keepFocus, panel, slider, stat, table, toggle } from "meshwright/draw.js";
 import { refusal } from "meshwright/notice.js";
 import { AXES, column, curves, history, parts, steps } from "meshwright/run-charts.js";
 import { known, release, subscribe, watch } from "meshwright/runs.js";
+import * as save from "meshwright/save.js";
 import * as source from "meshwright/source.js";
 import * as state from "meshwright/state.js";
 
@@ -51,6 +52,7 @@ function runsView(name, title, short, draw) {
         if (listed !== first) keepFocus(list, () => fill(list));
         first = listed;
         keepFocus(body, () => content(body, draw));
+        save.attach(body, name);
       }
       if (source.live) watch(known.list ? shown() : []);
       paint();
@@ -66,8 +68,9 @@ export const views = [
   runsView("runs", "Training runs", "Curves", (body, runs) => {
     body.append(h("div", { class: "controls" },
       choice("Across", Object.entries(AXES), options().x ?? "step", (x) => set({ x })),
+      toggle("Logarithmic loss and norm", Boolean(options().log), (log) => set({ log })),
       slider("Smoothing", { values: SMOOTH, value: options().smooth ?? 0, text: (n) => (n ? `${n} steps` : "none"), oninput: (smooth) => set({ smooth }) })));
-    curves(body, runs, { across: options().x ?? "step", smooth: options().smooth ?? 0 });
+    curves(body, runs, { across: options().x ?? "step", smooth: options().smooth ?? 0, logarithmic: options().log });
     if (runs.length > 1) body.append(comparison(runs));
   }),
   runsView("run-parts", "Predicted and measured", "Predicted and measured", (body, runs) => {
