@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import pytest
 
 from meshwright.errors import MeshwrightError
 from meshwright.explain.beside import beside_plan
 from meshwright.explain.explanation import explain_traces
 from meshwright.explain.folder import read_traces
+from meshwright.view.json_schema import schema_of
+from meshwright.view.page.shapes import SHAPES
 from meshwright.view.page.traced import data
 from meshwright.web import dropped
 from meshwright.web.dropped import MOST_BYTES, TYPE, DroppedFiles
@@ -121,6 +124,7 @@ def test_traces_are_read_as_explain_reads_them_and_removed(server: str) -> None:
     explanation = explain_traces(read_traces(TRACES))
     assert answer["view"] == "traced"
     assert answer["data"] == json.loads(json.dumps(data(explanation, beside_plan(explanation))))
+    jsonschema_rs.validate(schema_of(SHAPES["traced"], closed=True), answer["data"])
     broken = post(server, body([("mine/rank-0.json", b'{"traceEvents": []}')]))
     assert code(broken) == (400, "MW-EXPL-002")
     assert "'mine/rank-0.json'" in broken.json()["error"]["what"]  # not the path of the copy

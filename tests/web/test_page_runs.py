@@ -8,11 +8,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 
 from meshwright.describe.run_folder import EVENTS, RUN, STEP_KEYS, STEPS, json_line
 from meshwright.errors import MeshwrightError
+from meshwright.view.json_schema import schema_of
 from meshwright.view.page.runs import MOST_ROWS, RunFolders, RunWatch
+from meshwright.view.page.shapes import SHAPES
 from web.running import CLIENT
 
 PLAN = 'model = "tiny-gpt"\n[cluster]\nextends = "dgx-h100"\n[plan]\nshard = 2\nzero = 1\n'
@@ -45,6 +48,8 @@ def test_a_run_is_watched_while_it_grows(tmp_path: Path) -> None:
         ("first", "running", "dp 2 (ZeRO-1) · micro-batch 1")
     ]
     found = runs.run("first")
+    jsonschema_rs.validate(schema_of(SHAPES["runs"], closed=True), runs.listing())
+    jsonschema_rs.validate(schema_of(SHAPES["run"], closed=True), found)
     assert found["columns"] == list(STEP_KEYS)
     assert shown(found["rows"]) == [(0, 4.0, 0.5), (1, None, 0.5), (2, 3.8, 0.5)]
     assert found["fresh"]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 
 from meshwright.describe.config import load
@@ -16,6 +17,8 @@ from meshwright.explain.explanation import explain_traces
 from meshwright.explain.folder import read_traces
 from meshwright.training.folder import RunFolder
 from meshwright.training.hooks import StepRecord
+from meshwright.view.json_schema import schema_of
+from meshwright.view.page.shapes import SHAPES
 from meshwright.view.page.subject import Subject
 from meshwright.view.page.traced import document
 from meshwright.view.report import page as report
@@ -174,6 +177,9 @@ def test_dropped_traces_are_explained_and_other_files_refused(server: str, open_
 
 def test_dropped_recordings_are_compared(server: str, open_page: Open, tmp_path: Path) -> None:
     import small_training
+    from meshwright.check.compare import compare
+    from meshwright.check.comparison_view import data
+    from meshwright.check.folder import Recording
     from meshwright.check.recorder import StepRecorder
 
     for name, bug in (("base", ""), ("faulty", "factor")):
@@ -181,6 +187,8 @@ def test_dropped_recordings_are_compared(server: str, open_page: Open, tmp_path:
         recorder.attach()
         small_training.train("one", bug)
         recorder.close()
+    one, many = (Recording.read(tmp_path / name) for name in ("base", "faulty"))
+    jsonschema_rs.validate(schema_of(SHAPES["checked"], closed=True), data(one, many, compare(one, many)))
     page = open_page(server + "/#view=checked")
     page.locator("#view input[type=file]").set_input_files(tmp_path)
     shows(page, "differs: faulty against base", "#view")

@@ -47,7 +47,11 @@ def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]
 def static_file(name: str) -> bytes:
     """The content of a file of the page. `shapes.js` has the shapes of the views' data in the place of its empty table."""
     content = static_names()[name].read_bytes()
-    return content.replace(b"SHAPES = {}", b"SHAPES = " + json.dumps(SHAPES).encode()) if name == "js/shapes.js" else content
+    return (
+        content.replace(b"SHAPES = {}", b"SHAPES = " + json.dumps(SHAPES).encode())
+        if name == "js/shapes.js"
+        else content
+    )
 
 
 def scripts() -> dict[str, bytes]:

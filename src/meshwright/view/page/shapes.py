@@ -8,7 +8,17 @@ from typing import Any
 
 S, N, I, B, O, ANY = "string", "number", "integer", "boolean", "object", "any"  # noqa: E741
 S_, N_, I_, O_ = "string?", "number?", "integer?", "object?"
-LINE = {"line": S, "tone": S}  # of the terminal
+DIFFERENCE = {"name": S, "predicted_s": N, "measured_s": N, "difference_s": N, "reason": S}
+FILES = (
+    "prediction",
+    "measurement",
+    "difference",
+    "interference",
+    "communication",
+    "timeline",
+    "kernels",
+    "proof",
+)  # of a run folder
 SHAPES: dict[str, Any] = {
     "verdict": {
         "subject": {"model": S, "parameters": N, "gpus": I, "accelerator": S, "cluster": S, "stack": S, "plan": S, "microbatches": I}, "tone": S,
@@ -17,8 +27,9 @@ SHAPES: dict[str, Any] = {
         "targets": [{"name": S, "share": N, "target": S, "good": B}], "training": O_,
         "pipeline": {
             "?": {
-                "efficiency_share": N, "target_share": N, "microbatches": I, "stages": I, "advice": S, "raise_to": {"microbatches": I, "batch": I},
-                "cut_to": {"stages": I, "set": O},
+                "efficiency_share": N, "target_share": N, "microbatches": I, "stages": I, "advice": S,
+                "raise_to": {"?": {"microbatches": I, "batch": I}},
+                "cut_to": {"?": {"stages": I, "set": O}},
             },
         },
         "assumed": [S], "calibrated": S, "formulas": {"*": S},
@@ -67,7 +78,8 @@ SHAPES: dict[str, Any] = {
         "choices": [{"name": S, "about": S, "legal": B, "reason": S}], "note": S,
     },
     "stages": {
-        "bandwidth": {"?": {"message_bytes": N, "level": S, "available": N, "rows": [{"stage": I, "compute_s": N, "needed": N, "formula": S}], "most_needed": N}},
+        "bandwidth": {"?": {"message_bytes": N, "level": S, "available": N,
+                        "rows": [{"stage": I, "compute_s": N, "needed": N, "formula": S}], "most_needed": N}},
         "chunks": {"?": {"total_bytes": N, "transfer_s": N, "overhead_s": N, "best": I, "now": I, "bucket_bytes": N, "curve": [[N]], "formula": S}},
         "step": [{"name": S, "step_time_s": N, "formula": S}], "note": S,
     },
@@ -94,7 +106,8 @@ SHAPES: dict[str, Any] = {
     },
     "heatmap": {
         "gpus": I, "tp": [I], "pp": [I], "unit": S,
-        "cells": [{"tp": I, "pp": I, "fits": B, "label": S, "reason": S, "plan": O_, "step_time_s": N_, "memory_bytes": N_, "tokens_per_s": N_, "formula": S}],
+        "cells": [{"tp": I, "pp": I, "fits": B, "label": S, "reason": S, "plan": O_,
+            "step_time_s": N_, "memory_bytes": N_, "tokens_per_s": N_, "formula": S}],
         "mine": {"tp": I, "pp": I, "step_time_s": N}, "best": {"?": {"tp": I, "pp": I}}, "reasons": [S], "note": S,
     },
     "pareto": {
@@ -189,5 +202,32 @@ SHAPES: dict[str, Any] = {
         "rate": {"flops": N, "flops_per_s": N, "layers_per_s": N},
         "advice": {"low": B, "efficiency_share": N, "tool": {"microbatches": I, "stages": I}, "ours": {"microbatches": I, "stages": I}},
         "timeline": {"ranks": I, "makespan_s": N, "actions": [[ANY]]},
+    },
+    "runs": {
+        "folder": S, "error?": O,
+        "runs": [{
+            "name": S, "model": S, "title": S, "world?": I_, "steps": I_, "planned_steps": I_, "loss": N_, "validation_loss": N_, "step_time_s": N_,
+            "predicted_step_time_s": N_, "comparable?": B, "tokens_per_s": N_, "unit": S, "mfu": N_, "memory_gib": N_, "started": N_,
+            "elapsed_s?": N_, "attempts": I, "cause": S, "modified_s": N, "state": S,
+        }],
+    },
+    "run": {
+        "name": S, "title": S, "model": S, "accelerator": S, "state": S, "about": O, "parts": {f"{name}?": ANY for name in FILES},
+        "columns": [S], "rows": [[ANY]], "events": [{"*": ANY}], "steps": I, "fresh": B, "seen": S,
+    },
+    "traced": {
+        "step": S, "step_time_s": N, "attributed": N, "memory_gib": N_, "memory": [{"category": S, "gib": N, "predicted_gib?": N_}],
+        "memory_note": S, "parts": [S], "ranks": [{"rank": I, "pieces": [[N]]}], "causes": [{"cause": S, "seconds": N, "evidence": S, "fix": S}],
+        "notes": [S], "no_prediction": S,
+        "predicted": {
+            "?": {
+                "step_time_s": N, "low_s": N, "high_s": N, "memory_gib": N, "rank": I, "plan": S, "parts": [S], "pieces": [[N]],
+                "rows": [DIFFERENCE], "largest": [DIFFERENCE],
+            },
+        },
+    },
+    "checked": {
+        "title": S, "reference": S, "lanes": [{"name": S, "cells": [{"?": [N]}]}], "modules": [S],
+        "first": {"?": {"module": I, "lane": I, "text": S}}, "parts": [{"*": ANY}],
     },
 }  # fmt: skip
