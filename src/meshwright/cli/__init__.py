@@ -61,6 +61,7 @@ COMMANDS = {
     "train": "Train a plan on local processes and compare the run with its prediction.",
     "check": "Compare anybody's training code with one device: record a few steps of both, name the first difference.",
     "measure": "Run one rank of a large plan on one device: its compute and memory beside the prediction.",
+    "tune": "Measure a few plans, the most promising one each time, until none is expected to be faster.",
     "explain": "Read profiler traces of anybody's training: where its steps went, beside the prediction.",
     "launch": "Write the file that starts a plan under Slurm, Kubernetes, SkyPilot, torchrun or Ray.",
     "data": "Make token files from text, JSON lines, Parquet or a dataset folder; show what is in them.",

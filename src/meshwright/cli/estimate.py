@@ -1,6 +1,6 @@
 """`meshwright estimate`: what will training cost?"""
 
-from typing import Unpack
+from typing import Any, Unpack
 
 from meshwright import api
 from meshwright.cli.options import TrainingOptions, described
@@ -15,13 +15,19 @@ def command(
     cluster: str = "",
     plan: str = "",
     explain: str = "",
+    from_measure: list[str] = [],
     html: str = "",
     as_json: bool = False,
     **asked: Unpack[TrainingOptions],
 ) -> None:
     """Predict step time, memory and traffic of one plan, by part."""
     writable(html)
-    result = api.estimate(model, cluster, plan=plan, **asked)
+    question: dict[str, Any] = {**asked}
+    if from_measure:
+        from meshwright.calibrate.runs.from_rank import measured_stack
+
+        question["stack"] = measured_stack(from_measure, asked["stack"])
+    result = api.estimate(model, cluster, plan=plan, **question)
     from meshwright.interop.files import is_settings_file, read_settings
     from meshwright.view import settings as settings_view
 

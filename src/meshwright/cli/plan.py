@@ -27,6 +27,7 @@ def command(
     days: str = "",
     budget: str = "",
     framework: str = "",
+    from_measure: list[str] = [],
     settings_file: str = "",
     fix: list[str] = [],
     most: list[str] = [],
@@ -63,7 +64,11 @@ def command(
     question: dict[str, Any] = {name: value for name, value in context.params.items() if name not in NOT_ASKED}
     if target:
         question["framework"] = target
-    elif framework and not asked["stack"]:
+    if from_measure:
+        from meshwright.calibrate.runs.from_rank import measured_stack
+
+        question["stack"] = measured_stack(from_measure, asked["stack"])
+    elif not target and framework and not asked["stack"]:
         question["stack"] = own_stack_name(model, cluster, asked["set"])
     with patient("searching") as progress:
         sizing, result = search(model, cluster, days, budget, question, progress)
@@ -80,6 +85,7 @@ def command(
 
 NOT_ASKED = (
     "model", "cluster", "case", "compare", "guides", "out", "html", "as_json", "days", "budget", "framework", "settings_file",
+    "from_measure",
 )  # fmt: skip
 
 

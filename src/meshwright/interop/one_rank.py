@@ -6,27 +6,21 @@
 Neither replaces the values of collectives, and neither balances experts. Both print a line for each step; the first lines are warm-up.
 """
 
-import re
-import statistics
 from pathlib import Path
 
 from meshwright.describe.config import Config
 from meshwright.describe.files import read_text
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import read_settings
+from meshwright.interop.logs import steps_in
 from meshwright.predict.one_rank import RankMeasurement
 
-LIMIT, WARMUP = 50_000_000, 3
+LIMIT = 50_000_000
 COMMANDS = {
     "torchtitan": "NGPU={world} COMM_MODE=fake_backend CONFIG_FILE={file} ./run_train.sh --training.steps 10 --metrics.log_freq 1",
     "megatron-lm": "WORLD_SIZE={world} RANK=0 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=29500 python pretrain_gpt.py $(cat {file}) "
     "--fake-process-group --train-iters 10 --log-interval 1",
 }
-NUMBER = r"([0-9][0-9,]*\.?[0-9]*)"
-RATE, TITAN_MEMORY = re.compile(rf"\btps:\s*{NUMBER}"), re.compile(rf"\bmemory:\s*{NUMBER}GiB")
-MILLISECONDS = re.compile(rf"elapsed time per iteration \(ms\):\s*{NUMBER}")
-MEGABYTES = re.compile(rf"max allocated:\s*{NUMBER}.*?max reserved:\s*{NUMBER}")
-COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def command_of(file: str, world: int) -> str:
@@ -45,32 +39,20 @@ def command_of(file: str, world: int) -> str:
 
 def measured_in(log: str, config: Config) -> RankMeasurement:
     """The median step after the warm-up, and the peak of memory, in the log of such a run."""
-    text = COLORS.sub("", read_text(Path(log), LIMIT))
-    seconds = [number(x) / 1e3 for x in MILLISECONDS.findall(text)]
-    tokens = config.workload.tokens_per_step / config.plan.world
-    seconds += [tokens / number(x) for x in RATE.findall(text) if number(x)]
-    seconds = seconds[min(WARMUP, len(seconds) // 2) :]
-    in_gib = [number(x) for x in TITAN_MEMORY.findall(text)]
-    pairs = [(number(a) / 1024, number(b) / 1024) for a, b in MEGABYTES.findall(text)]
-    if not seconds or not (in_gib or pairs):
+    found = steps_in(read_text(Path(log), LIMIT), config)
+    if not found.seconds or found.reserved_gib is None:
         raise MeshwrightError(
             "MW-MEASURE-005",
-            f"'{log}' has no {'memory' if seconds else 'steps'} of a training",
+            f"'{log}' has no {'memory' if found.seconds else 'steps'} of a training",
             why="Read are lines of torchtitan (tps, memory) and of Megatron-LM (elapsed time per iteration, max allocated)",
             fix="the output of the command that `meshwright measure SETTINGS` prints",
         )
-    middle = statistics.median(seconds)
-    allocated, reserved = max(pairs) if pairs else (max(in_gib), max(in_gib))
     rounds = config.workload.batch // (config.plan.dp * config.plan.microbatch)
-    spread = (max(seconds) - min(seconds)) / middle
     tiny = 1e-9  # logs do not tell the end of a step apart
     note = "values of collectives and the balance of experts are the framework's" + (
-        "" if pairs else "; memory is reserved, not allocated"
+        "" if found.allocated_gib else "; memory is reserved, not allocated"
     )
     return RankMeasurement(
-        0, 0, rounds, len(seconds), middle - tiny, tiny, spread, allocated, reserved, None, None, (note,)
-    )
-
-
-def number(text: str) -> float:
-    return float(text.replace(",", ""))
+        0, 0, rounds, len(found.seconds), found.median - tiny, tiny, found.spread,
+        found.allocated_gib or found.reserved_gib, found.reserved_gib, None, None, (note,),
+    )  # fmt: skip

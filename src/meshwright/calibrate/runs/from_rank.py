@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from meshwright.calibrate.runs.from_run import MeasuredRun
+from meshwright.calibrate.runs.from_run import MeasuredRun, adjusted
 from meshwright.describe.config import Config, configure
 from meshwright.describe.files import read_text
 from meshwright.describe.result import GIB
+from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError
 from meshwright.predict.one_rank import (
     RankMeasurement,
@@ -80,3 +81,8 @@ def runs_of(paths: Sequence[str], stack: str = "") -> list[MeasuredRun]:
         reserved = max((m.reserved_gib or 0.0 for m in ranks), default=0.0)
         runs.append(MeasuredRun(Path(path).name, bare, composed(bare, ranks).step_time_s, reserved * GIB, "reserved"))
     return runs
+
+
+def measured_stack(paths: Sequence[str], stack: str = "") -> Stack:
+    """The stack adjusted to the measured ranks of some files: `--from-measure`."""
+    return adjusted(runs_of(paths, stack), one_device=True).after

@@ -24,6 +24,7 @@ from meshwright.calibrate.runs.stack_fit import (
     BETWEEN_SOURCES,
     BETWEEN_STACKS,
     LEAST_LAUNCH,
+    NOISES,
     NUMBERS,
     SCALES,
     Normal,
@@ -46,6 +47,7 @@ from meshwright.units import format_bytes, parse_bytes
 
 LEAST_SLACK, MOST_SLACK = 0.0, 0.5
 ENOUGH = SEEN[-1]  # runs
+ONE_DEVICE_NOISE = 0.4
 FAR = 2.0  # a factor between prediction and measurement: such a run does not count
 
 
@@ -205,8 +207,9 @@ def _covariance(stack: Stack) -> np.ndarray:
     return covariance.reshape(size, size)
 
 
-def adjusted(runs: Sequence[MeasuredRun], name: str = "") -> Adjusted:
-    """The stack of the runs, adjusted to them."""
+def adjusted(runs: Sequence[MeasuredRun], name: str = "", one_device: bool = False) -> Adjusted:
+    """The stack of the runs, adjusted to them. `one_device`: they are measurements of one device, which no network and no other rank disturbs:
+    the stack follows them with the whole width of its prior, and their noise is `ONE_DEVICE_NOISE` of that of runs."""
     stack = runs[0].config.stack
     stack = stack.but(collective_operators=stack.collective_launch / max(stack.launch, LEAST_LAUNCH))  # as measured
     other = next((run for run in runs if run.config.stack.name != stack.name), None)
@@ -216,7 +219,8 @@ def adjusted(runs: Sequence[MeasuredRun], name: str = "") -> Adjusted:
     points = grid()
     response = Response.of([_times(run, stack, points) for run in runs], [_doubt(run, stack) for run in runs])
     measured = np.log([run.step_time for run in runs])
-    updated = posterior(response, measured, prior_of(stack), (1.0,) if stack.covariance else SCALES)
+    scales = (1.0,) if stack.covariance or one_device else SCALES
+    updated = posterior(response, measured, prior_of(stack), scales, (ONE_DEVICE_NOISE,) if one_device else NOISES)
     fields = {key: float(f"{float(value):.4g}") for key, value in fields_of(updated.mean, stack).items()}
     after = stack.but(
         **fields,

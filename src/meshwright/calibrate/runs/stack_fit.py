@@ -379,12 +379,18 @@ NOISES = (1.0, 2.0, 4.0)  # κ
 NEWTON_STEPS = 5
 
 
-def posterior(response: Response, measured: np.ndarray, prior: Normal, scales: Sequence[float] = SCALES) -> Normal:
+def posterior(
+    response: Response,
+    measured: np.ndarray,
+    prior: Normal,
+    scales: Sequence[float] = SCALES,
+    noises: Sequence[float] = NOISES,
+) -> Normal:
     """The numbers of a source after some of its runs, by mean and covariance. `measured`: ln seconds of the runs. `scales` is 1 alone if the
     prior is itself a posterior: how far the source is from its stack is then part of it."""
     if not len(measured):
         return prior
-    scale, noise = np.array([(scale, noise) for scale in scales for noise in NOISES]).T
+    scale, noise = np.array([(scale, noise) for scale in scales for noise in noises]).T
     covariance = scale[:, None, None] ** 2 * prior.covariance
     narrow = Normal.of(np.tile(prior.mean, (len(scale), 1)), covariance)
     updated = evidence(response, measured, narrow, noise, credibility(response, measured, prior), NEWTON_STEPS)

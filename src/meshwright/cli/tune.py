@@ -1,0 +1,127 @@
+"""`meshwright tune`: measure the most promising plans, one after the other, until none is expected to be faster."""
+
+import sys
+from pathlib import Path
+from typing import Any, Unpack
+
+from meshwright import api
+from meshwright.cli.options import TrainingOptions, described
+from meshwright.cli.output import patient
+from meshwright.describe.config import OURS, own_stack
+from meshwright.errors import MeshwrightError
+from meshwright.interop.files import is_settings_file, read_settings
+from meshwright.interop.frameworks import framework_named
+from meshwright.interop.keys import Framework
+from meshwright.interop.logs import compiled
+from meshwright.units import parse_seconds
+
+
+@described
+def command(
+    plan: str,
+    command: list[str] = [],
+    framework: str = "",
+    steps: int = 10,
+    runs: int = 12,
+    gain: str = "1%",
+    timeout: str = "30min",
+    pattern: str = "",
+    candidates: int = 32,
+    out: Path = Path("tune"),
+    device: str = "auto",
+    fix: list[str] = [],
+    most: list[str] = [],
+    least: list[str] = [],
+    without: list[str] = [],
+    allow: list[str] = [],
+    cluster: str = "",
+    as_json: bool = False,
+    **asked: Unpack[TrainingOptions],
+) -> None:
+    """Find the fastest plan by a few measured runs.
+
+    The planner's leaders are the candidates. Each run is the candidate with the largest expected gain: predictions, how uncertain they are, and what
+    earlier runs say of similar plans. It ends when no run is expected to save 1% of a step. Without a command our trainer runs the candidates;
+    otherwise the words after --, with {settings}, {arguments}, {steps}, {folder} and {world} filled in. A run that fails or ends at its time limit
+    is a result too: one that runs out of memory says how far memory predictions can be trusted. The same call continues an earlier one."""
+    from meshwright.planner.question import read_headroom
+    from meshwright.planner.tune import session
+    from meshwright.planner.tune.candidates import candidates as candidates_of
+    from meshwright.planner.tune.candidates import configuration
+    from meshwright.planner.tune.run import Command
+    from meshwright.view import tune as view
+    from meshwright.view.tables import show, show_json
+
+    target = target_framework(framework, plan)
+    if pattern:
+        compiled(pattern)
+    least_gain = read_headroom(gain)
+    runner = Command(tuple(command) or own_command(device), target, steps, parse_seconds(timeout), pattern).checked()
+    question: dict[str, Any] = {**asked, "fix": fix, "most": most, "least": least, "without": without, "allow": allow}
+    if not target and not asked["stack"]:
+        question["stack"] = stack_of(plan, cluster, asked)
+    if session.begun(out):
+        tuning, unfinished = session.resume(configuration(plan, cluster, target, **question), out, runner)
+        report(as_json, f"[dim]continued: {len(tuning.trials)} runs are in {out}[/]")
+    else:
+        with patient("searching") as progress:
+            config, plans = candidates_of(plan, cluster, target, candidates, progress, **question)
+        tuning, unfinished = session.begin(config, plans, out, runner), []
+    reason = f"{runs} runs were made"
+    while len(tuning.trials) < runs:
+        proposed = (unfinished.pop(), 0.0) if unfinished else tuning.proposed()
+        if proposed is None:
+            reason = "all candidates were run"
+            break
+        number, expected = proposed
+        if expected < least_gain and tuning.best and not unfinished:
+            reason = f"no run is expected to gain {gain} (largest: {expected:.2%})"
+            break
+        report(as_json, view.before(tuning, number, expected))
+        with patient(f"run {len(tuning.trials) + 1}", measurable=False):
+            trial = session.step(tuning, runner, number, expected)
+        report(as_json, view.after(trial))
+    tuning.write_results()
+    if as_json:
+        show_json(tuning.as_dict() | {"stopped": reason})
+    else:
+        show(view.page(tuning, reason))
+    if tuning.best is None:
+        raise MeshwrightError(
+            "MW-TUNE-008",
+            "no run has a step time",
+            why=f"{len(tuning.trials)} runs failed; outputs are in {out}/run-N",
+            fix="run the command by hand with the settings of run-1",
+        )
+
+
+def report(as_json: bool, line: str) -> None:
+    """Print a line, unless one document of JSON will be printed."""
+    from meshwright.view.tables import show
+
+    if not as_json:
+        show(line)
+        sys.stdout.flush()
+
+
+def target_framework(name: str, plan: str) -> Framework | None:
+    """The framework of --for, or of the settings file; None is our trainer."""
+    if name.strip().lower() == OURS:
+        return None
+    if name:
+        return framework_named(name, also=(OURS,))
+    return read_settings(plan).framework if is_settings_file(plan) else None
+
+
+def own_command(device: str) -> tuple[str, ...]:
+    """Our trainer on this machine."""
+    words = (sys.executable, "-m", "meshwright", "train", "{settings}", "--steps", "{steps}", "--device", device)
+    return (*words, "--no-calibrate", "--out", "{folder}/run", "--json")
+
+
+def stack_of(plan: str, cluster: str, asked: Any) -> str:
+    """The stack of the plan file, else that of our trainer."""
+    config = api.load(
+        plan, cluster=cluster, set=[word for word in asked["set"] if not word.strip().startswith("plan.")]
+    )
+    return "" if "stack.name" in config.origins else own_stack(config.cluster.accelerator.name).name

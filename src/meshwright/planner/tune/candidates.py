@@ -1,0 +1,62 @@
+"""The plans that `tune` chooses from: the user's own, the best of each strategy, then the fastest of every other shape."""
+
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.describe import legality
+from meshwright.describe.config import Config
+from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
+from meshwright.interop.keys import Framework
+from meshwright.interop.write import is_runnable
+from meshwright.planner import api
+from meshwright.planner.question import read
+from meshwright.planner.search.branch_and_bound import Progress
+
+
+def candidates(
+    source: Any, cluster: Any, target: Framework | None, count: int, progress: Progress | None, **question: Any
+) -> tuple[Config, list[Plan]]:
+    """The configuration of a question, and at most `count` plans that its runner can run."""
+    result = api.plan(source, cluster, framework=target or "", progress=progress, **question)
+    config, ranking = result.config, result.ranking
+    runs = runner(config, target)
+    offered = [c.plan for c in (ranking.best, *ranking.strategies.values(), *ranking.leaders)]
+    found: list[Plan] = []
+    own = user_plan(source, cluster, question)
+    for plan in ([own] if own else []) + offered:
+        if len(found) < count and plan not in found and runs(plan):
+            found.append(plan)
+    if not found:
+        raise MeshwrightError(
+            "MW-TUNE-005",
+            f"no plan of {config.model.name} on {config.cluster.world} GPUs can be run by {target.title if target else 'our trainer'}",
+            why=f"{len(offered)} plans were predicted, none of them can be run",
+            fix="meshwright plan MODEL --for FRAMEWORK shows what can be run",
+        )
+    return config, found
+
+
+def configuration(source: Any, cluster: Any, target: Framework | None, **question: Any) -> Config:
+    """The configuration of a question, without a search."""
+    return read(source, cluster, framework=target or "", **question).config
+
+
+def runner(config: Config, target: Framework | None) -> Callable[[Plan], bool]:
+    """Whether what runs the plans can run one."""
+    if target:
+        return lambda plan: is_runnable(config, target, plan)
+    return lambda plan: legality.not_trained(plan, config.model, config.workload, config.stack) is None
+
+
+def user_plan(source: Any, cluster: Any, question: Any) -> Plan | None:
+    """The plan of the user's file, if it has one that is legal."""
+    from meshwright.describe.config import configure
+
+    described = {name: question[name] for name in ("nodes", "gpus", "batch", "seq", "stack") if question.get(name)}
+    try:
+        config = configure(source, cluster, **described)
+        stated = {"plan.tp", "plan.pp", "plan.cp", "plan.ep", "plan.shard", "plan.replicate"} & set(config.origins)
+        return config.check().plan if stated else None
+    except MeshwrightError:
+        return None

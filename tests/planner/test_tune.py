@@ -1,0 +1,273 @@
+"""`meshwright tune`: which plan is measured next, what runs say, and a log that a later call continues."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import meshwright
+from meshwright.cli import main
+from meshwright.describe.config import configure, load
+from meshwright.planner.tune import session
+from meshwright.planner.tune.belief import Belief, MemoryBelief
+
+# A training program that knows only its plan file. BUGS: plans by a word of theirs, and what happens to them.
+PROGRAM = """
+import sys, time, tomllib
+plan = tomllib.load(open(sys.argv[1], "rb"))["plan"]
+steps, bugs = int(sys.argv[2]), dict(word.split("=") for word in sys.argv[3:])
+tp, pp, zero = plan.get("tp", 1), plan.get("pp", 1), plan.get("zero", 0)
+kind = "tp" if tp > 1 else "pp" if pp > 1 else "cp" if plan.get("cp", 1) > 1 else "zero" if zero else "dp"
+bug = bugs.get(kind) or bugs.get("all")
+if bug == "memory":
+    print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"); sys.exit(1)
+if bug == "crash":
+    print("ValueError: this layout is not supported"); sys.exit(1)
+if bug == "hang":
+    time.sleep(600)
+if bug == "silent":
+    sys.exit(0)
+seconds = {"tp": 0.09, "pp": 0.05, "cp": 0.12, "zero": 0.08, "dp": 0.07}[kind] * (1 + 0.01 * plan.get("microbatch", 1))
+for step in range(steps):
+    print(f"step {step} took {1e3 * seconds * (5 if step < 2 else 1):.1f} ms")
+"""
+PLAN = """
+model = "nano"
+cluster = "laptop"
+stack = "gloo-cpu"
+[workload]
+batch = 8
+seq = 32
+precision = "fp32"
+[plan]
+replicate = 2
+param_dtype = "fp32"
+master = false
+"""
+TIME = r"took (?P<ms>[0-9.]+) ms"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(PROGRAM)
+    Path("plan.toml").write_text(PLAN)
+    return tmp_path
+
+
+def words(*bugs: str, options: tuple[str, ...] = ()) -> list[str]:
+    return ["tune", "plan.toml", "--gpus", "2", "--candidates", "12", "--steps", "6", "--time", TIME, *options,
+            "--", sys.executable, "train.py", "{settings}", "{steps}", *bugs]  # fmt: skip
+
+
+def call(capsys, arguments: list[str], code: int = 0) -> str:
+    with pytest.raises(SystemExit) as leaving:
+        main(arguments)
+    captured = capsys.readouterr()
+    assert leaving.value.code == code, captured.out + captured.err
+    return captured.out + captured.err
+
+
+def log() -> list[dict]:
+    return list(session.log_lines(Path("tune")))
+
+
+# ---- beliefs
+
+
+def synthetic(seed: int):
+    """Plans of four parts: predicted seconds of each, and true ones, whose parts are off by factors that all plans share."""
+    random_numbers = np.random.default_rng(seed)
+    parts = ("ffn", "tp", "dp", "bubble")
+    exposed = [
+        dict(zip(parts, (1.0, *random_numbers.exponential(0.4, 3) * random_numbers.integers(0, 2, 3)), strict=True))
+        for _ in range(24)
+    ]
+    off = dict(zip(parts, np.exp(random_numbers.normal(0, (0.2, 0.7, 0.7, 0.2))), strict=True))
+    own = np.exp(random_numbers.normal(0, 0.03, 24))
+    times = np.array([sum(s * off[p] for p, s in each.items()) for each in exposed]) * own
+    return exposed, times
+
+
+def runs_until(exposed, times, first: int, runs: int) -> float:
+    belief = Belief.from_parts(np.array([sum(each.values()) for each in exposed]), exposed, 0.3)
+    chosen = first
+    for _ in range(runs):
+        belief.learn(chosen, times[chosen])
+        chosen = int(belief.gains().argmax())
+    return float(np.exp(min(belief.measured.values())) / times.min() - 1)
+
+
+def test_six_runs_find_a_plan_within_2_percent_of_the_fastest():
+    found = [runs_until(*synthetic(seed), random.Random(seed).randrange(24), 6) for seed in range(20)]
+    assert statistics.median(found) <= 0.02
+
+
+def test_a_measured_plan_speaks_for_those_with_the_same_parts():
+    exposed = [{"ffn": 1.0, "tp": 1.0}, {"ffn": 1.0, "tp": 0.9}, {"ffn": 1.0, "dp": 1.0}]
+    belief = Belief.from_parts(np.array([2.0, 1.9, 2.0]), exposed, 0.1)
+    belief.learn(0, 3.0)
+    mean, deviation = belief.posterior()
+    assert mean[0] == pytest.approx(np.log(3.0), abs=0.03)
+    assert deviation[0] < 0.05
+    assert mean[1] - np.log(1.9) > 2 * (mean[2] - np.log(2.0)) > 0
+    assert deviation[1] < deviation[2]
+
+
+def test_noisy_steps_count_less():
+    exposed = [{"ffn": 1.0}, {"ffn": 1.0}]
+    quiet, noisy = (Belief.from_parts(np.array([1.0, 1.0]), exposed, 0.2) for _ in range(2))
+    quiet.learn(0, 1.2)
+    noisy.learn(0, 1.2, spread=1.0)
+    assert quiet.posterior()[0][1] > noisy.posterior()[0][1] > 0
+
+
+def test_out_of_memory_says_what_else_does_not_fit():
+    memory = MemoryBelief(np.array([50.0, 60.0, 70.0, 76.0]), 80.0)
+    before = memory.chances()
+    memory.fails(1)
+    after = memory.chances()
+    assert after[2] < 0.05 < after[0]
+    assert (after < before).all()
+    memory = MemoryBelief(np.array([50.0, 60.0, 70.0, 76.0]), 80.0)
+    memory.measures(0, 46.0)
+    assert memory.factor == pytest.approx(0.92, abs=0.03)
+    assert memory.chances()[3] > before[3]
+
+
+# ---- the command
+
+
+def test_it_finds_the_fastest_plan_and_writes_it(folder, capsys):
+    text = call(capsys, words())
+    assert load("tune/best.toml").plan.pp == 2
+    assert "Stopped: no run is expected to gain 1%" in text
+    ends = [line for line in log() if line["kind"] == "end"]
+    assert len(ends) < 12
+    assert min(line["seconds"] for line in ends) < 0.055
+    assert configure("tune/best.toml", stack="tune/stack.toml").stack.measured_runs  # what did not lie too far off
+    again = json.loads(call(capsys, words(options=("--json",))))  # nothing is left to do
+    assert len(again["trials"]) == len(ends)
+    assert again["best"]["plan"]["pp"] == 2
+
+
+def test_failures_are_results(folder, capsys):
+    call(capsys, words("pp=memory", "tp=crash", "cp=hang", options=("--timeout", "2s", "--gain", "0.01%")))
+    ends = [line for line in log() if line["kind"] == "end"]
+    outcomes = {line["outcome"] for line in ends}
+    assert "measured" in outcomes
+    assert "out of memory" in outcomes
+    assert load("tune/best.toml").plan.pp == 1
+    for line in ends:
+        if line["outcome"] == "out of memory":
+            assert "Tried to allocate" in line["why"]
+    assert len({line["candidate"] for line in ends}) == len(ends)  # none twice
+
+
+def test_a_call_that_was_killed_goes_on(folder, capsys):
+    often = ("--gain", "0%")
+    call(capsys, words("pp=crash", options=(*often, "--runs", "1")))
+    first = [line for line in log() if line["kind"] == "end"]
+    command = [sys.executable, "-m", "meshwright", *words("pp=crash", options=often)]
+    Path("train.py").write_text("import time; time.sleep(600)")
+    source = str(Path(meshwright.__file__).parents[1])
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": source})
+    while sum(line["kind"] == "start" for line in log()) < 2 and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 143
+    with Path("tune/tune.jsonl").open("a") as file:
+        file.write('{"kind": "end", "cand')  # a line that was being written
+    Path("train.py").write_text(PROGRAM)
+    text = call(capsys, words("pp=crash", options=often))
+    assert "continued: 1 runs" in text
+    lines = log()
+    assert [line for line in lines if line["kind"] == "end"][:1] == first
+    interrupted = [line["candidate"] for line in lines if line["kind"] == "start"][1:3]
+    assert interrupted[0] == interrupted[1]  # first it runs what was interrupted
+
+
+def test_the_processes_of_a_run_are_ended_at_its_limit(folder, capsys):
+    Path("train.py").write_text(
+        "import subprocess, sys, time\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "open('child', 'w').write(str(child.pid))\ntime.sleep(600)"
+    )
+    call(capsys, words(options=("--timeout", "1s", "--runs", "1")), code=2)
+    child = int(Path("child").read_text())
+    for _ in range(100):
+        if not alive(child):
+            break
+        time.sleep(0.05)
+    assert not alive(child)
+
+
+def alive(process: int) -> bool:
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().split()[2] != "Z"
+
+
+def test_an_interrupted_run_is_tried_once_more(folder, capsys):
+    call(capsys, words(options=("--runs", "1")))
+    for _ in range(2):
+        session.append(Path("tune"), {"kind": "start", "candidate": 5, "expected_gain": 0.1, "steps": 6})
+    tuned = json.loads(call(capsys, words(options=("--runs", "2", "--json"))))
+    assert tuned["trials"][1] | {"title": ""} == {
+        "candidate": 5, "outcome": "failed", "seconds": None, "spread": None, "memory_gib": None,
+        "why": "it was interrupted twice", "title": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["tune", "plan.toml", "--", "no-such-program", "{settings}"], "MW-TUNE-001"),
+        (["tune", "plan.toml", "--", sys.executable, "train.py"], "MW-TUNE-002"),
+        (["tune", "plan.toml", "--", sys.executable, "{settings}", "{step}"], "MW-TUNE-002"),
+        (["tune", "plan.toml", "--time", "took ([0-9", "--", sys.executable, "{settings}"], "MW-TUNE-006"),
+        (["tune", "plan.toml", "--time", "took (?P<hours>[0-9]+)", "--", sys.executable, "{settings}"], "MW-TUNE-006"),
+        (words("all=silent"), "MW-TUNE-003"),
+        (words("all=crash"), "MW-TUNE-008"),
+        (["tune", "missing.toml"], "MW-CONF-004"),
+    ],
+)
+def test_bad_calls(folder, capsys, arguments, code):
+    assert code in call(capsys, arguments, code=2)
+
+
+def test_the_time_can_be_named_after_the_first_run_had_none(folder, capsys):
+    without = [word for word in words() if word not in ("--time", TIME)]
+    assert "MW-TUNE-003" in call(capsys, without, code=2)
+    call(capsys, words(options=("--runs", "1")))
+    assert [line["kind"] for line in log()] == ["question", "start", "void", "start", "end"]
+
+
+def test_logs_of_another_question_and_damaged_ones(folder, capsys):
+    call(capsys, words(options=("--runs", "1")))
+    assert "MW-TUNE-004" in call(capsys, words("pp=crash"), code=2)
+    assert "MW-TUNE-004" in call(capsys, words(options=("--batch", "16")), code=2)
+    file = Path("tune/tune.jsonl")
+    good = file.read_text()
+    for bad in (
+        "not JSON\n",
+        good + "[]\n",
+        good.replace('"seconds": 0', '"seconds": -0'),
+        good + '{"kind": "end", "candidate": 99}\n',
+        "",
+    ):
+        file.write_text(bad)
+        assert "MW-TUNE-007" in call(capsys, words(), code=2)
+
+
+def test_no_candidate(folder, capsys):
+    text = call(capsys, [*words()[:3], "2", "--for", "torchtitan", "--fix", "zero=1", *words()[4:]], code=2)
+    assert "MW-" in text
