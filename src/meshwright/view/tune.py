@@ -3,7 +3,7 @@
 from rich.console import Group, RenderableType
 from rich.markup import escape
 
-from meshwright.planner.tune.run import MEASURED, Trial
+from meshwright.planner.tune.run import MEASURED, TuneRun
 from meshwright.planner.tune.session import BEST, STACK, Tuning
 from meshwright.units import format_seconds
 from meshwright.view.tables import table
@@ -18,7 +18,7 @@ def before(tuning: Tuning, candidate: int, gain: float) -> str:
     return f"run {len(tuning.trials) + 1}: {escape(tuning.plans[candidate].title())}: expected {seconds} ({low} to {high}){why}"
 
 
-def after(trial: Trial) -> str:
+def after(trial: TuneRun) -> str:
     """What a run said."""
     if trial.outcome == MEASURED and trial.seconds:
         return f"  measured {format_seconds(trial.seconds)}" + (f", spread {trial.spread:.0%}" if trial.spread else "")

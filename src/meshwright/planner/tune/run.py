@@ -44,7 +44,7 @@ MEASURED, OUT_OF_MEMORY, FAILED, TIMED_OUT = "measured", "out of memory", "faile
 
 
 @dataclass(frozen=True)
-class Trial:
+class TuneRun:
     """What one run of a candidate said."""
 
     candidate: int
@@ -93,24 +93,24 @@ class Command:
             )
         return self
 
-    def run(self, number: int, config: Config, folder: Path) -> Trial:
+    def run(self, number: int, config: Config, folder: Path) -> TuneRun:
         """Run a candidate in a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         words = self.filled(config, folder)
         code = self.execute(words, folder / OUTPUT)
         text = tail(folder / OUTPUT)
         if code is None:
-            return Trial(number, TIMED_OUT, why=f"ended after {self.timeout_s:.0f} s")
+            return TuneRun(number, TIMED_OUT, why=f"ended after {self.timeout_s:.0f} s")
         measured = self.measured(number, config, folder, text)
         if measured and (
             code == 0 or (code == 1 and (folder / MEASUREMENT).is_file())
         ):  # 1: a loss of our trainer is NaN
             return measured
         if NO_MEMORY.search(text) or code == KILLED_BY_SYSTEM:
-            return Trial(number, OUT_OF_MEMORY, why=last_line(text, NO_MEMORY))
+            return TuneRun(number, OUT_OF_MEMORY, why=last_line(text, NO_MEMORY))
         if code:
-            return Trial(number, FAILED, why=f"exit code {code}: {last_line(text)}")
-        return Trial(number, FAILED, why=NO_TIME)
+            return TuneRun(number, FAILED, why=f"exit code {code}: {last_line(text)}")
+        return TuneRun(number, FAILED, why=NO_TIME)
 
     def filled(self, config: Config, folder: Path) -> list[str]:
         """The words of the command for a candidate; writes its settings."""
@@ -153,7 +153,7 @@ class Command:
             finally:
                 end_group(child)
 
-    def measured(self, number: int, config: Config, folder: Path, text: str) -> Trial | None:
+    def measured(self, number: int, config: Config, folder: Path, text: str) -> TuneRun | None:
         """The step time in a run folder, else in the output."""
         file = folder / MEASUREMENT
         if not self.pattern and file.is_file():
@@ -162,11 +162,11 @@ class Command:
             if isinstance(seconds, int | float) and seconds > 0:
                 on_cpu = config.cluster.accelerator.name.startswith("cpu")  # there it is the size of the process
                 memory = None if on_cpu else table.get("memory_gib")
-                return Trial(number, MEASURED, float(seconds), table.get("spread"), memory)
+                return TuneRun(number, MEASURED, float(seconds), table.get("spread"), memory)
         found = steps_in(text, config, self.pattern)
         if not found.seconds:
             return None
-        return Trial(number, MEASURED, found.median, found.spread, found.reserved_gib)
+        return TuneRun(number, MEASURED, found.median, found.spread, found.reserved_gib)
 
 
 def end_group(child: "subprocess.Popen[bytes]") -> None:

@@ -27,7 +27,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import GIB, Prediction
 from meshwright.errors import MeshwrightError, cannot_write
 from meshwright.planner.tune.belief import Belief, MemoryBelief
-from meshwright.planner.tune.run import FAILED, MEASURED, NO_TIME, OUT_OF_MEMORY, Command, Trial
+from meshwright.planner.tune.run import FAILED, MEASURED, NO_TIME, OUT_OF_MEMORY, Command, TuneRun
 from meshwright.predict.prediction import predict
 from meshwright.units import Json
 
@@ -42,7 +42,7 @@ class Tuning:
     config: Config
     plans: list[Plan]
     folder: Path
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[TuneRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.predictions: list[Prediction] = [predict(self.config.but(plan=plan)) for plan in self.plans]
@@ -54,7 +54,7 @@ class Tuning:
         for trial in earlier:
             self.learn(trial)
 
-    def learn(self, trial: Trial) -> None:
+    def learn(self, trial: TuneRun) -> None:
         """Take in what a run said."""
         self.trials.append(trial)
         self.tried.add(trial.candidate)
@@ -80,7 +80,7 @@ class Tuning:
         return int(gains.argmax()), float(gains.max())
 
     @property
-    def best(self) -> Trial | None:
+    def best(self) -> TuneRun | None:
         measured = [t for t in self.trials if t.outcome == MEASURED]
         return min(measured, key=lambda t: t.seconds or math.inf, default=None)
 
@@ -167,8 +167,8 @@ def resume(config: Config, folder: Path, command: Command) -> tuple[Tuning, list
             why="The model, cluster, stack, workload or command differ: its times say nothing of this one",
             fix="--out ANOTHER-FOLDER, or the arguments of the first call",
         )
-    names = {f.name for f in fields(Trial)}
-    trials: list[Trial] = []
+    names = {f.name for f in fields(TuneRun)}
+    trials: list[TuneRun] = []
     open_runs: Counter[int] = Counter()
     try:
         plans = [Plan(**plan) for plan in lines[0]["candidates"]]
@@ -182,15 +182,15 @@ def resume(config: Config, folder: Path, command: Command) -> tuple[Tuning, list
                 del open_runs[number]
             elif line["kind"] == "end":
                 del open_runs[number]
-                trials.append(checked(Trial(**{k: v for k, v in line.items() if k in names})))
+                trials.append(checked(TuneRun(**{k: v for k, v in line.items() if k in names})))
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(folder, f"{type(error).__name__}: {error}") from None
     lost = [number for number, starts in open_runs.items() if starts > 1]
-    trials += [Trial(number, FAILED, why="it was interrupted twice") for number in lost]
+    trials += [TuneRun(number, FAILED, why="it was interrupted twice") for number in lost]
     return Tuning(config, plans, folder, trials), [number for number in open_runs if number not in lost]
 
 
-def checked(trial: Trial) -> Trial:
+def checked(trial: TuneRun) -> TuneRun:
     numbers = (trial.seconds,) if trial.outcome == MEASURED else ()
     if not all(isinstance(x, int | float) and math.isfinite(x) and x > 0 for x in numbers):
         raise ValueError("a measured step is not positive")
@@ -238,7 +238,7 @@ def truncate_to_line(stream: Any) -> None:
     stream.truncate(stream.read().rfind(b"\n") + 1)
 
 
-def step(tuning: Tuning, command: Command, candidate: int, gain: float) -> Trial:
+def step(tuning: Tuning, command: Command, candidate: int, gain: float) -> TuneRun:
     """Run one candidate, and learn from it."""
     known = gain if tuning.best else None  # before a measurement there is nothing to gain on
     append(tuning.folder, {"kind": "start", "candidate": candidate, "expected_gain": known, "steps": command.steps})
