@@ -91,7 +91,8 @@ def all_blocks() -> list[Block]:
 
 def is_repeatable(command: str) -> bool:
     words = command.split()
-    return words[0] == "meshwright" and (len(words) < 2 or words[1] in (*REPEATABLE, "--help"))
+    reads_bench = words[1:2] == ["bench"] and "--read" in words
+    return words[0] == "meshwright" and (len(words) < 2 or words[1] in (*REPEATABLE, "--help") or reads_bench)
 
 
 def run(command: str) -> str:
