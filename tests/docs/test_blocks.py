@@ -46,7 +46,7 @@ TOOLS = {
     "sky",
 }
 # Plan files that the reader writes: they do not exist here.
-READERS_FILES = re.compile(r"(mine|mixture|run|my-\w+|best|cluster|job|plan)\.toml$")
+READERS_FILES = re.compile(r"(mine|mixture|run|traced|my-\w+|best|cluster|job|plan)\.toml$")
 
 
 def of(*languages: str, label: str | None = None) -> list[Block]:

@@ -1,7 +1,7 @@
 """Traces of real programs with known faults: parts sum exactly to each step, and the fault is the first cause.
 
 The traces were recorded with `traced_training.py`: on two CPU processes with gloo (torch 2.13, DeepSpeed 0.19.8, Transformers' Trainer), and on one
-H200 with Transformers' Llama (torch 2.11). Arguments that `explain` does not read were left out of them, and the operators inside the loader.
+H200 with Transformers' Llama (torch 2.11); that of our trainer with `train --profile` and a fault of `inject`. Arguments that `explain` does not read were left out of them, and the operators inside the loader.
 """
 
 import subprocess
@@ -56,6 +56,7 @@ def test_each_nanosecond_of_a_step_has_one_part(run):
         ("ddp-slow-loader", "data loader", "waits for its next batch"),
         ("ddp-odd-shape", "product", "small products with k = 4"),
         ("fsdp2-slow-rank", "slow rank 1", "arrives last"),
+        ("own-slow-rank", "slow rank 1", "100% of the collectives, 602 ms after"),  # it sleeps 0.6 s in every step
         ("trainer-slow-loader", "data loader", "in the data loader"),
         ("gpu-odd-shape", "product", "n = 5461 is not a multiple of 8"),
         ("gpu-item", "synchronising calls", "traced_training.py"),

@@ -94,7 +94,9 @@ def test_truncated_traces_are_read_as_far_as_they_go(tmp_path):
 @pytest.mark.parametrize(
     "content",
     ["", "{}", "[]", "[1, 2, 3]", '{"traceEvents": []}', '{"traceEvents": {"a": 1}}', "not json", '{"a": ', "[" * 200_000, "\x00\xff",
-     '{"traceEvents": [{"ph": "X", "ts": "x"}, {"ph": "X", "ts": NaN, "dur": 1}, {"ph": "X", "ts": 1, "dur": -1}, null]}'],
+     '{"traceEvents": [{"ph": "X", "ts": "x"}, {"ph": "X", "ts": NaN, "dur": 1}, {"ph": "X", "ts": 1, "dur": -1}, null]}',
+     '{"traceEvents": [{"ph": "X", "ts": 1e17, "dur": 1, "cat": "cpu_op"}, {"ph": "X", "ts": 1, "dur": 1e17, "cat": "cpu_op"}]}',
+     '{"traceEvents": [{"ph": "X", "ts": 1, "dur": 5, "cat": "toplevel,devtools.timeline", "name": "RunTask", "pid": 1, "tid": 2}]}'],
 )  # fmt: skip
 def test_other_files_are_refused(tmp_path, content):
     file = tmp_path / "other.json"

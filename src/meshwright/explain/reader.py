@@ -34,6 +34,7 @@ MOST_TEXTS = 400_000  # distinct names, or distinct details
 LONGEST_TEXT = 400
 TYPES = {"start": "d", "duration": "d", "category": "b"} | dict.fromkeys(("name", "thread", "detail"), "i")
 NONE = -1
+LATEST, LONGEST = 4e15, 1e14  # microseconds of a time and of a duration: their sums fit into 64 bits of nanoseconds
 NUMBERED = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,6})(?!\d)", re.IGNORECASE)  # in a file name
 
 
@@ -95,7 +96,7 @@ class EventColumns:
     def _add_span(self, event: Json) -> None:
         start, duration, category = event.get("ts"), event.get("dur", 0.0), event.get("cat", "")
         arguments = event.get("args")
-        if not _is_time(start) or not _is_time(duration) or duration < 0:
+        if not _is_time(start) or not _is_time(duration) or not 0 <= duration < LONGEST:
             self.skipped += 1
             return
         if category == "Trace":  # the span of the whole recording
@@ -142,7 +143,7 @@ def _place(event: Json) -> tuple[str, str]:
 
 
 def _is_time(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and isfinite(value) and abs(value) < 1e18
+    return isinstance(value, int | float) and isfinite(value) and abs(value) < LATEST
 
 
 def _whole(value: Any) -> int:
@@ -207,6 +208,13 @@ def read_trace(path: Path, most_events: int = MOST_EVENTS) -> RankTrace:
             why=notes[0] if notes and not found else "It has no list traceEvents with timed events",
             fix="export it with torch.profiler's export_chrome_trace",
         )
+    if set(columns.columns["category"]) == {OTHER}:
+        raise MeshwrightError(
+            "MW-EXPL-002",
+            f"'{path}' is not the trace of a program with torch",
+            why="None of its events is an operator, an annotation or a kernel",
+            fix="export it with torch.profiler's export_chrome_trace",
+        )
     if columns.skipped:
         notes.append(f"{columns.skipped:,} events without a usable time were left out")
     return _trace(path, columns, about, notes)
@@ -234,9 +242,9 @@ def _trace(path: Path, columns: EventColumns, about: Json, notes: list[str]) -> 
         match = NUMBERED.search(path.name)
         rank = int(match[1]) if match else NONE
     base = about.get("baseTimeNanoseconds", 0)
-    clock = float(base) if _is_time(base) or isinstance(base, int) else 0.0
-    if "origin_s" in own and _is_time(own["origin_s"]):
-        clock = own["origin_s"] * 1e9
+    if isinstance(own.get("origin_s"), float):
+        base = own["origin_s"] * 1e9
+    clock = float(base) if isinstance(base, int | float) and abs(base) < LATEST * 1000 else 0.0
     devices = about.get("deviceProperties")
     return RankTrace(
         printable(str(path)),
