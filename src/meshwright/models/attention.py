@@ -235,6 +235,10 @@ class Geometry:
             self._cache[key] = factor_S[:, None].to(device, at_least_single(dtype))
         return self._cache[key]
 
+    def constants(self) -> list[Tensor]:
+        """Everything that was computed once and is kept."""
+        return list(self._cache.values())
+
     def _positions(self, length: int) -> Tensor:
         return torch.arange(length) if self.position_ids is None else self.position_ids.cpu()
 

@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
+from meshwright.models.attention import Geometry
 from meshwright.models.step_context import current, within
 
 
@@ -117,17 +118,27 @@ class _Call:
         self.random = RandomState.of(self.device)
         self.autocast = torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)
         self.context = current()  # dropout reads the samples of the step from it
+        parts = module.modules() if module is not None else ()
+        found = {id(g): g for g in (getattr(part, "geometry", None) for part in parts) if isinstance(g, Geometry)}
+        self.geometries = list(found.values())
         self.own: set[int] = set()
         self.handles: list[weakref.ref[_Handle]] = []
         self.values: weakref.WeakKeyDictionary[_Handle, Tensor] = weakref.WeakKeyDictionary()
 
     def weights(self) -> set[int]:
-        """The storages of the module's parameters, of which nothing is recomputed. Two compiled graphs of one function, that of the forward and
-        that of its rerun, may save them at other places among the activations."""
+        """The storages of the module's parameters."""
         return {storage_address(p) for p in self.module.parameters()} if self.module is not None else set()
 
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether a saved tensor is a parameter, or the angles of positions, which the first forward computes and keeps. Nothing of these is
+        recomputed, and two compiled graphs of one function, that of the forward and that of its rerun, may save them at other places among the
+        activations."""
+        address = storage_address(tensor)
+        angles = (kept for geometry in self.geometries for kept in geometry.constants())
+        return address in self.own or any(storage_address(kept) == address for kept in angles)
+
     def pack(self, tensor: Tensor) -> _Handle | Tensor:
-        if storage_address(tensor) in self.own:
+        if self.is_constant(tensor):
             return tensor
         handle = _Handle(tensor)
         self.handles.append(weakref.ref(handle))
@@ -156,10 +167,10 @@ class _Call:
         handles = enumerate([h() for h in self.handles])
         last = max(i for i, h in enumerate(self.handles) if h() is not None)
 
-        own = self.weights()
+        self.own = self.weights()
 
         def collect(tensor: Tensor) -> None:
-            if storage_address(tensor) in own:
+            if self.is_constant(tensor):
                 return
             number, handle = next(handles)
             if handle is not None and handle.kind != (tensor.shape, tensor.dtype):
