@@ -92,10 +92,28 @@ def test_a_question_checks_itself(server: str, open_page: Open) -> None:
 
 
 def test_the_modeler_shows_both_values_and_applies_its_advice(server: str, open_page: Open) -> None:
-    page = open_page(server + "/")
-    page.get_by_label("Start from").select_option(label="Bandwidth and efficiency modeler")
+    page = open_page(server + "/#view=modeler")
     shows(page, "104.86 Gb/s", "#view table")
     shows(page, "97.66 Gb/s", "#view table")
     page.get_by_role("button", name="12 micro-batches").click()
     shows(page, "80.0%", "#view table")
     assert "modeler.microbatches" in page.url or "microbatches" in page.url
+
+
+def test_the_modeler_takes_own_numbers(server: str, open_page: Open) -> None:
+    """A hidden size that is no power of two, tensor parallelism, and bytes of one's own; a size of zero is refused at the field."""
+    page = open_page(server + "/#view=modeler")
+    hidden = page.get_by_label("Hidden size")
+    hidden.fill("12288")
+    hidden.press("Enter")
+    shows(page, "96 MiB", "#view table")
+    hidden.fill("0")
+    hidden.press("Enter")
+    assert "from 1 to" in hidden.evaluate("field => field.validationMessage")
+    shows(page, "96 MiB", "#view table")
+    size = page.get_by_label("Bytes reduced in chunks, MB")
+    size.fill("2000")
+    size.press("Enter")
+    shows(page, "52 chunks", "#view")  # √(2 · 2 GB / 300 GB/s / 5 µs)
+    page.get_by_label("Precision").select_option(label="fp8")
+    shows(page, "48 MiB", "#view table")

@@ -19,9 +19,15 @@ export const view = {
       slider("Micro-batches", { values: [...new Set([...powers(0, 9), 6, 12, 24, 48, 96, i.microbatches])].sort((a, b) => a - b), value: i.microbatches, text: format.whole, oninput: set("microbatches") }),
       slider("Layers per stage", { min: 1, max: 100, value: i.layers, text: format.whole, oninput: set("layers") }),
       slider("Tokens per micro-batch", { values: powers(8, 17), value: i.tokens, text: format.whole, oninput: set("tokens") }),
-      slider("Hidden size", { values: powers(9, 14), value: i.hidden, text: format.whole, oninput: set("hidden") }),
-      slider("Compute: ms per layer and micro-batch", { values: [0.128, 0.256, 0.512, 1, 2, 5, 10, 20, 50, 100], value: i.layer_ms, text: (v) => `${format.number(v)} ms`, oninput: set("layer_ms") }),
-      choice("Schedule", data.schedules, i.schedule, set("schedule")));
+      number("Hidden size", i.hidden, 1, 65536, true, set("hidden")),
+      slider("Tensor-parallel ranks", { values: powers(0, 6), value: i.tp, text: format.whole, oninput: set("tp") }),
+      number("Compute: ms per layer and micro-batch", i.layer_ms, 0.001, 1e4, false, set("layer_ms")),
+      number("Link between stages, Gb/s", i.link_gbps, 0.001, 1e6, false, set("link_gbps")),
+      choice("Precision", data.precisions, i.precision, set("precision")),
+      choice("Schedule", data.schedules, i.schedule, set("schedule")),
+      number("Bytes reduced in chunks, MB", i.chunk_mb, 0.001, 1e6, false, set("chunk_mb")),
+      number("Rate of that reduction, Gb/s", i.chunk_gbps, 0.001, 1e6, false, set("chunk_gbps")),
+      number("Cost of one more chunk, µs", i.overhead_us, 0.001, 1e6, false, set("overhead_us")));
     element.append(context.live ? inputs : "");
     if (data.advice.low) element.append(warning(data, context));
     element.append(panel("As published, and corrected", "Where the two differ, the last column says why.", table([
@@ -31,14 +37,26 @@ export const view = {
       { title: "formula", key: "formula" },
       { title: "difference", key: "why", text: (v) => v || "none" },
     ], data.rows, { caption: "Numbers of the pipeline" })));
+    element.append(panel("Chunks behind backward", "More chunks overlap more and cost more.", h("p", null, data.chunks.formula, ".")));
     const line = panel("The schedule, walked", `${i.stages} stages × ${i.microbatches} micro-batches = ${i.stages * i.microbatches} forwards and as many backwards. White is the bubble.`);
     element.append(line);
     if (data.timeline) schedule(line, data.timeline);
     else line.append(h("p", { class: "empty" }, "Too many actions to draw here: the timeline view has them all."));
     element.append(panel("Stages", "Activations flow forward, gradients backward.", h("ol", { class: "cards" }, data.cards.map((c) => h("li", null, h("b", null, `Stage ${c.stage}`), h("span", null, `${c.layers} layers`), h("span", null, `${format.number(c.message_bytes / 2 ** 20, 4)} MiB per micro-batch`), h("span", null, `holds ${c.held} micro-batches`))))));
-    element.append(panel("What this compute rate means", null, h("p", null, `A transformer layer of width ${format.whole(i.hidden)} takes ${format.flops(data.rate.flops)} for forward and backward of ${format.whole(i.tokens)} tokens; in ${format.number(i.layer_ms)} ms that is ${format.flops(data.rate.flops_per_s)}/s. ${data.rate.flops_per_s > 2.5e15 ? "No single GPU does this: the stated rate stands for a group of them, or for much thinner layers." : "A fast GPU, or a few of them, can do this."}`)));
+    element.append(panel("What this compute rate means", null, h("p", null, `A transformer layer of width ${format.whole(i.hidden)} takes ${format.flops(data.rate.flops)} for forward and backward on one of ${format.whole(i.tp)} tensor-parallel ranks, of ${format.whole(i.tokens)} tokens; in ${format.number(i.layer_ms)} ms that is ${format.flops(data.rate.flops_per_s)}/s. ${data.rate.flops_per_s > 2.5e15 ? "No single GPU does this: the stated rate stands for a group of them, or for much thinner layers." : "A fast GPU, or a few of them, can do this."}`)));
   },
 };
+
+/** A labelled number within limits; a value outside says so at the field and changes nothing. */
+function number(name, value, min, max, whole, onchange) {
+  const input = h("input", { type: "number", value, min, max, step: whole ? 1 : "any", onchange: () => {
+    const typed = Number(input.value), legal = input.value !== "" && typed >= min && typed <= max && (!whole || Number.isInteger(typed));
+    input.setCustomValidity(legal ? "" : `${whole ? "A whole number" : "A number"} from ${format.number(min)} to ${format.number(max)}`);
+    input.reportValidity();
+    if (legal) onchange(typed);
+  } });
+  return h("label", { class: "control" }, h("span", null, name), input);
+}
 
 function warning(data, context) {
   const { tool, ours } = data.advice, use = (words, options) => (context.live ? h("button", { type: "button", class: "small", onclick: () => context.setOptions(options) }, words) : words);
