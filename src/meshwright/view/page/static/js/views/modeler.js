@@ -43,7 +43,7 @@ export const view = {
     if (data.timeline) schedule(line, data.timeline);
     else line.append(h("p", { class: "empty" }, "Too many actions to draw here: the timeline view has them all."));
     element.append(panel("Stages", "Activations flow forward, gradients backward.", h("ol", { class: "cards" }, data.cards.map((c) => h("li", null, h("b", null, `Stage ${c.stage}`), h("span", null, `${c.layers} layers`), h("span", null, `${format.number(c.message_bytes / 2 ** 20, 4)} MiB per micro-batch`), h("span", null, `holds ${c.held} micro-batches`))))));
-    element.append(panel("What this compute rate means", null, h("p", null, `A transformer layer of width ${format.whole(i.hidden)} takes ${format.flops(data.rate.flops)} for forward and backward on one of ${format.whole(i.tp)} tensor-parallel ranks, of ${format.whole(i.tokens)} tokens; in ${format.number(i.layer_ms)} ms that is ${format.flops(data.rate.flops_per_s)}/s. ${data.rate.flops_per_s > 2.5e15 ? "No single GPU does this: the stated rate stands for a group of them, or for much thinner layers." : "A fast GPU, or a few of them, can do this."}`)));
+    element.append(panel("What this compute rate means", null, h("p", null, `A transformer layer of width ${format.whole(i.hidden)} takes ${format.flops(data.rate.flops)} for forward and backward${i.tp > 1 ? ` on one of ${format.whole(i.tp)} tensor-parallel ranks,` : ""} of ${format.whole(i.tokens)} tokens; in ${format.number(i.layer_ms)} ms that is ${format.flops(data.rate.flops_per_s)}/s. ${data.rate.flops_per_s > 2.5e15 ? "No single GPU does this: the stated rate stands for a group of them, or for much thinner layers." : "A fast GPU, or a few of them, can do this."}`)));
   },
 };
 
