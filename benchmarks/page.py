@@ -4,6 +4,7 @@
 
     first load      bytes that the browser receives, and the time until the first view is drawn          target: under 300 kB
     input change    from a changed input to the repainted cheap view                                     target: under 100 ms
+    chips           from a changed input to the chips with their new effects                         target: under 500 ms
     search          from a changed input to the first drawing of each searched view, and to the complete one  target: 1 s, 1.5 × the command
     timeline        frames per second while panning 64 stages × 512 micro-batches                        target: 30
 
@@ -54,6 +55,18 @@ CHANGE = """async (address) => {
   });
   await new Promise((done) => requestAnimationFrame(() => done()));
   return [first, performance.now() - start];
+}"""
+# From a change of the state to chips of tensor parallelism with their new effects.
+CHIPS = """async (address) => {
+  const knob = [...document.querySelectorAll("#inputs fieldset")].find((one) => one.textContent.startsWith("Tensor parallel"));
+  const start = performance.now();
+  await new Promise((done) => {
+    const watch = new MutationObserver(() => { watch.disconnect(); done(); });
+    watch.observe(knob.querySelector(".chips"), { childList: true });
+    location.hash = address;
+  });
+  await new Promise((done) => requestAnimationFrame(() => done()));
+  return performance.now() - start;
 }"""
 PAN = """async () => {
   const canvas = document.querySelector("#view canvas");
@@ -122,6 +135,16 @@ def measure(browser: Any, address: str, rounds: int) -> None:
         page.goto(f"{address}/#{fragment(view, LARGE)}")
         page.wait_for_selector(READY, timeout=60_000)
         report(f"change: {view}", rounds, partial(changed, page, view))
+    page.goto(f"{address}/#{fragment('overview', LARGE)}")
+    page.wait_for_selector("#inputs .chips small")
+    page.wait_for_load_state("networkidle")
+
+    def chips(n: int) -> float:
+        found = float(page.evaluate(CHIPS, fragment("overview", varied(200 + n))))
+        page.wait_for_load_state("networkidle")
+        return found
+
+    report("chips", rounds, chips)
     command = statistics.median(command_seconds() for _ in range(min(rounds, 3)))
     print(f"the command     {command:8.2f} s")
     for place, view in enumerate(SEARCHED):

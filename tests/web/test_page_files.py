@@ -47,7 +47,7 @@ def test_a_file_that_is_not_known_changes_nothing(server: str, open_page: Open, 
              "run.toml": "[run]\nsteps = 3\n", "model.toml": '[model]\nname = "none"\nlayers = -3\n'}  # fmt: skip
     for name, text in wrong.items():
         opened(page, tmp_path / name, text)
-        shows(page, "", "#inputs .notice.error")
+        page.locator("#inputs .notice.error").wait_for()
         assert page.url == before, name
         page.evaluate("document.querySelectorAll('#inputs .notice').forEach((node) => node.remove())")
 

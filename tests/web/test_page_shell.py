@@ -226,7 +226,7 @@ def test_the_keyboard_reaches_inputs_views_and_figures(server: str, open_page: O
     assert page.evaluate("document.activeElement.id") == "skip"
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.id") == "view"
-    page.get_by_role("combobox", name="Model, from the catalog").focus()
+    page.get_by_role("combobox", name="Model", exact=True).focus()
     page.keyboard.type("nano")
     page.keyboard.press("Enter")
     shows(page, "nano")

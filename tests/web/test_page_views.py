@@ -49,7 +49,7 @@ def go(page: Any, name: str) -> None:
 FITS = "document.documentElement.scrollWidth <= window.innerWidth"
 
 
-UNNAMED = """[...document.querySelectorAll('#view svg.figure, #view canvas')].filter((f) => !f.getAttribute('aria-label'))
+UNNAMED = """[...document.querySelectorAll('#view svg.figure, #view canvas:not([aria-hidden])')].filter((f) => !f.getAttribute('aria-label'))
              .map((e) => e.outerHTML.slice(0, 200))"""
 
 

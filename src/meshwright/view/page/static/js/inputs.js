@@ -107,8 +107,8 @@ function when(condition, node) {
 
 /** The knobs that decide most, above the result: every value with its effect. */
 function knobs() {
-  const model = picker("Model, from the catalog", (name) => mendAfter({ model: name }));
-  const cluster = picker("Cluster, from the catalog", (name) => mendAfter({ cluster: { extends: name, gpus: gpus() || 8 } }));
+  const model = picker("Model", (name) => mendAfter({ model: name }));
+  const cluster = picker("Cluster", (name) => mendAfter({ cluster: { extends: name, gpus: gpus() || 8 } }));
   return h("div", { class: "knobs" },
     follow(model, () => [catalog.models, nameOf(state.get().model)]), follow(cluster, () => [catalog.clusters, nameOf(state.get().cluster)]),
     presets(), files.picker(), when(() => plan("pp") > 1, word("schedule", "Pipeline schedule")), ofWorkload("precision", "Precision", chips), when(() => plan("pp") > 1, degree("virtual", "Stages per rank, virtual", undefined, 4)),

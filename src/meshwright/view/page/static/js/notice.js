@@ -6,11 +6,14 @@ import { h } from "meshwright/draw.js";
 export function refusal(error) {
   const valid = (error.valid ?? []).slice(0, 24).map(String).join(", ");
   return h("div", { class: "notice error", role: "alert" },
-    h("p", null, h("b", null, error.code ? `${error.code}: ` : ""), error.what),
-    error.why ? h("p", null, `${error.why}.`.replace(/\.\.$/, ".")) : null,
+    h("p", null, h("b", null, error.code ? `${error.code}: ` : ""), plain(error.what)),
+    error.why ? h("p", null, `${plain(error.why)}.`.replace(/\.\.$/, ".")) : null,
     valid ? h("p", null, "Valid: ", valid) : null,
-    error.fix ? h("p", null, "Fix: ", h("code", null, error.fix)) : null);
+    error.fix ? h("p", null, `Fix: ${plain(error.fix)}`) : null);
 }
+
+/** Words of an error without the options of a command: "--set plan.tp=8" → "plan.tp = 8". */
+const plain = (text) => text.replace(/--set (\S+?)=(\S+)/g, "$1 = $2").replaceAll("`", "");
 
 let timer = 0;
 /** A message at the corner of the page for three seconds. */

@@ -12,7 +12,7 @@ export function download(name, content) {
 /** Buttons that save what each panel of an element shows: its figures and its tables. */
 export function attach(element, view) {
   for (const [k, panel] of [...element.querySelectorAll(".panel")].entries()) {
-    const name = `${view}${k ? `-${k + 1}` : ""}`, figure = panel.querySelector(":scope > svg.figure, :scope > div > svg.figure"), canvas = panel.querySelector("canvas:not(.minimap)"), table = panel.querySelector("table");
+    const name = `${view}${k ? `-${k + 1}` : ""}`, figure = panel.querySelector(":scope > svg.figure, :scope > div > svg.figure"), canvas = panel.querySelector("canvas:not([aria-hidden])"), table = panel.querySelector("table");
     const button = (kind, action) => h("button", { type: "button", class: "link", "aria-label": `Save as ${kind}`, onclick: action }, kind);
     const buttons = [
       figure && button("SVG", () => download(`${name}.svg`, drawn(figure))),
