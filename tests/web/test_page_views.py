@@ -109,7 +109,7 @@ def test_a_written_file_opens_from_disk_without_a_server(open_page: Open, tmp_pa
     assert name in page.locator("#subject").inner_text()
     for view in ("memory", "waterfall", "overview"):
         link = page.get_by_role(
-            "link", name={"memory": "Memory", "waterfall": "Step time", "overview": "Overview"}[view], exact=True
+            "link", name={"memory": "Memory", "waterfall": "Time", "overview": "Plan"}[view], exact=True
         )
         if link.count():
             link.click()

@@ -184,6 +184,22 @@ def test_200_estimates_at_once(server: str) -> None:
     assert [answer.status_code for answer in answers] == [200] * 200
 
 
+@pytest.mark.slow
+def test_50_searches_at_once_are_answered_or_told_when_to_try_again(server: str) -> None:
+    async def all_of_them() -> list[httpx.Response]:
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=60), verify=False, timeout=400) as client:
+            small = {"model": "tiny-gpt", "cluster": {"extends": "dgx-h100", "gpus": 2}}
+            bodies = [{**small, "workload": {"batch": 2 + 2 * i, "seq": 128}} for i in range(50)]
+            return await asyncio.gather(*(client.post(server + "/api/plan", json=body) for body in bodies))
+
+    answers = run_async(all_of_them())
+    assert {answer.status_code for answer in answers} == {200, 429}
+    for answer in answers:
+        if answer.status_code == 429:
+            assert answer.json()["error"]["code"] == "MW-WEB-002"
+            assert int(answer.headers["retry-after"]) >= 1
+
+
 def test_an_abandoned_search_is_stopped_and_a_full_queue_refused() -> None:
     """One worker and one place in the queue: a client that leaves frees the worker at once; a third request is refused."""
     long = {

@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from meshwright.errors import MeshwrightError
 from meshwright.units import Json
-from meshwright.view.page.registry import SEARCH, view
+from meshwright.view.page.registry import CHEAP, view
 from meshwright.view.page.runs import RunFolders, RunWatch, unreadable
 from meshwright.web import dropped
 from meshwright.web.bodies import MOST_BYTES, ViewsBody, parse
@@ -259,7 +259,7 @@ class Api:
             if (known := self.cache.get(key)) is not None:
                 yield known
             else:
-                missing[SEARCHED if view(name).kind == SEARCH else QUICK].append(name)
+                missing[QUICK if view(name).kind == CHEAP else SEARCHED].append(name)
         streams = [self.searched_or_quick(pool, body, names) for pool, names in missing.items() if names]
         async with aclosing(merged(streams)) as lines:
             async for line in lines:

@@ -33,9 +33,10 @@ TYPICAL: dict[str, tuple[tuple[Any, ...], ...]] = {
         ("Modeler: 4 stages × 8 micro-batches", "a published tool, corrected", MODELER, H100, 32, 8, 4096, {"tp": 8, "pp": 4}, "modeler"),
         ("7B with plain data parallelism", "16 bytes of state per parameter on every GPU", "llama2-7b", A100, 8, 64, 2048, {"replicate": 8}),
         ("7B with ZeRO-3 on 8 GPUs", "the same state, cut in eight", "llama2-7b", A100, 8, 64, 2048, {"shard": 8, "zero": 3}),
-        ("70B with tp 8 on 64 H100", "one node holds a replica", "llama2-70b", H100, 64, 512, 4096, {**TP8, "shard": 8}),
-        ("GPT-3 175B, 16 stages", "3D parallelism", "gpt3-175b", A100, 1024, 1536, 2048, {**TP8, "pp": 16, "shard": 8}),
-        ("Mixtral 8×7B with ep 8", "experts across a node", "mixtral-8x7b", H100, 64, 512, 4096, {"ep": 8, "shard": 64, "zero": 1}),
+        ("70B: tp 8 × pp 8 × dp 8", "3D parallelism on 512 GPUs", "llama2-70b", H100, 512, 1024, 4096, {**TP8, "pp": 8, "shard": 8}),
+        ("70B: tp 8 × pp 4 × cp 2", "a sequence cut in two on 64 GPUs", "llama2-70b", H100, 64, 128, 16384, {**TP8, "pp": 4, "cp": 2, "zero": 0}),
+        ("GPT-3 175B: tp 8 × pp 8 × dp 16", "on 1,024 GPUs", "gpt3-175b", A100, 1024, 1536, 2048, {**TP8, "pp": 8, "shard": 16}),
+        ("Mixtral 8×7B with ep 8", "experts across a node", "mixtral-8x7b", H100, 64, 512, 4096, {"ep": 8, "shard": 64, "zero": 1, "recompute": "selective"}),
     ),
 }  # fmt: skip
 

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import numpy as np
-
 from meshwright.describe.layout import Layout
 from meshwright.view.page.subject import Subject
 
@@ -12,7 +10,7 @@ MOST_DRAWN = 2048  # ranks; of a larger world the first ones are drawn
 
 
 def data(subject: Subject) -> dict[str, Any]:
-    """Ranks with their coordinates, and for each axis the group number of every rank."""
+    """For each axis the group number of every rank."""
     plan, cluster = subject.plan, subject.cluster
     layout = Layout(plan, tuple(subject.stack.order))
     drawn = min(plan.world, MOST_DRAWN)
@@ -37,19 +35,9 @@ def data(subject: Subject) -> dict[str, Any]:
         "node_size": cluster.node_size,
         "order": list(layout.axes),
         "sizes": {axis: getattr(plan, axis) for axis in layout.axes},
-        "coordinates": {axis: place.tolist() for axis, place in coordinates(layout, drawn).items()},
         "axes": out,
         "note": note(plan.world, drawn, out),
     }
-
-
-def coordinates(layout: Layout, drawn: int) -> dict[str, np.ndarray]:
-    """Return the coordinates of the first ranks on tp, cp, pp and dp."""
-    sizes = [getattr(layout.plan, axis) for axis in layout.axes]
-    places = np.unravel_index(np.arange(drawn), sizes[::-1])[::-1]  # the first axis is the fastest
-    axes = dict(zip(layout.axes, places, strict=True))
-    dp = axes.pop("replicate") * layout.plan.shard + axes.pop("shard")
-    return {**axes, "dp": dp}
 
 
 def note(world: int, drawn: int, axes: list[dict[str, Any]]) -> str:

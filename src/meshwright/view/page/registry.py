@@ -1,8 +1,8 @@
 """The views of the page, in the order of its navigation: one line per view.
 
 A view is a module of this folder with `data(subject) -> dict` and a module of the same name below `static/js/views/` that draws the data.
-`cheap` views follow from the estimate of one plan and are repainted at once; `search` views need the planner or many estimates, and appear
-first provisionally. Modules are imported when a view is first asked for.
+`cheap` views follow from the estimate of one plan and are repainted at once; `slow` ones need many estimates; `search` views need the planner
+and appear first provisionally. Modules are imported when a view is first asked for.
 """
 
 import importlib
@@ -13,6 +13,7 @@ from meshwright.errors import unknown
 from meshwright.view.page.subject import Subject
 
 CHEAP: Literal["cheap"] = "cheap"
+SLOW: Literal["slow"] = "slow"
 SEARCH: Literal["search"] = "search"
 
 
@@ -23,7 +24,7 @@ class View:
     name: str
     title: str
     module: str
-    kind: Literal["cheap", "search"] = CHEAP
+    kind: Literal["cheap", "slow", "search"] = CHEAP
 
     def data(self, subject: Subject) -> dict[str, Any]:
         out: dict[str, Any] = importlib.import_module(self.module).data(subject)
@@ -41,9 +42,10 @@ TITLES = {
 FOLLOW_FROM_THE_ESTIMATE = (
     "verdict", "memory", "waterfall", "roofline", "ranks", "goodput", "strategies", "learn", "modeler",
 )  # fmt: skip
+WITHOUT_A_SEARCH = ("advice", "stages", "published", "zero", "overlap")
+KINDS = dict.fromkeys(FOLLOW_FROM_THE_ESTIMATE, CHEAP) | dict.fromkeys(WITHOUT_A_SEARCH, SLOW)
 VIEWS: dict[str, View] = {
-    name: View(name, title, f"meshwright.view.page.{name}", CHEAP if name in FOLLOW_FROM_THE_ESTIMATE else SEARCH)
-    for name, title in TITLES.items()
+    name: View(name, title, f"meshwright.view.page.{name}", KINDS.get(name, SEARCH)) for name, title in TITLES.items()
 }
 
 

@@ -1,15 +1,14 @@
-"""Between the stages: the bandwidth that a pipeline needs, the best number of chunks of the gradient reduction, and the achieved step time.
+"""Between the stages: the bandwidth that a pipeline needs, and the best number of chunks of the gradient reduction.
 
 bandwidth   activation bytes sent forward and backward per micro-batch / compute time of a stage       (`cost.advice`)
 chunks      T(k) = k·o + t/k is smallest at k* = √(t/o): o one more call, t the reduction of all gradients
-step        without overlap, as planned, and if all communication were hidden
 """
 
 from typing import Any
 
 from meshwright.cost import advice
 from meshwright.lower.program import scalar
-from meshwright.predict.estimate import Estimate, communication, estimate
+from meshwright.predict.estimate import Estimate
 from meshwright.units import format_decimal_bytes, format_rate, format_seconds
 from meshwright.view.page.subject import Subject
 
@@ -18,9 +17,9 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512,
 
 
 def data(subject: Subject) -> dict[str, Any]:
-    """Needed and available bandwidth by stage, the curve of chunk counts, and three step times."""
+    """Needed and available bandwidth by stage, and the curve of chunk counts."""
     e = subject.estimate
-    return {"bandwidth": bandwidth(e), "chunks": chunks(e), "step": step(e), "note": note(e)}
+    return {"bandwidth": bandwidth(e), "chunks": chunks(e), "note": note(e)}
 
 
 def bandwidth(e: Estimate) -> dict[str, Any] | None:
@@ -67,24 +66,6 @@ def chunks(e: Estimate) -> dict[str, Any] | None:
         "formula": f"k* = √(t/o) = √({format_seconds(exposed)} / {format_seconds(overhead)}) ≈ {best}: {best} messages of "
         f"{format_decimal_bytes(total / best)}; this plan sends {now} of {format_decimal_bytes(total / now)}",
     }
-
-
-def step(e: Estimate) -> list[dict[str, Any]]:
-    """The step without overlap, as planned, and if all communication were hidden."""
-    total, exposed = communication(e.cost)
-    plain = estimate(e.config.but(plan=e.plan.but(overlap=()))).prediction.step_time_s
-    now = e.prediction.step_time_s
-    hidden = now - exposed
-    steps = (plain, now, hidden)
-    total_s, exposed_s, plain_s, now_s, hidden_s = map(format_seconds, (total, exposed, *steps))
-    words = (
-        f"all communication waits: {plain_s}",
-        f"{total_s} of communication, {exposed_s} of it exposed: {now_s}",
-        f"{now_s} − {exposed_s} exposed communication = {hidden_s}",
-    )
-    names = ("no overlap", "this plan", "all hidden")
-    rows = zip(names, steps, words, strict=True)
-    return [{"name": name, "step_time_s": seconds, "formula": text} for name, seconds, text in rows]
 
 
 def note(e: Estimate) -> str:

@@ -48,7 +48,7 @@ function best() {
   return [button, status];
 }
 
-const pin = () => h("button", { type: "button", id: "pin", title: "Keep this configuration as a scenario and compare others with it", onclick: scenarios.pin }, "Pin as scenario");
+const pin = () => h("button", { type: "button", id: "pin", title: "Keep this configuration as a scenario and compare others with it", onclick: scenarios.pin }, "Pin", h("span", { class: "wide" }, " as scenario"));
 
 /** A menu: everything that can be taken from the present plan, and a link to it. */
 function save() {

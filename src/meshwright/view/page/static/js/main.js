@@ -120,8 +120,8 @@ function draw(again = true) {
 
 /** Draw one view; returns whether an answer is missing. The old drawing stays until new data has come. */
 function drawPanel(panel, again) {
-  const { view, body } = panel, names = needs(view), found = names.map((name) => answers.get(name));
-  const busy = found.some((a) => !a || !a.final || a.stale), failed = found.find((a) => a?.error);
+  const { view, body } = panel, names = needs(view), found = names.map((name) => answers.get(name)), needed = found.filter((_, i) => !view.optional?.includes(names[i]));
+  const busy = found.some((a) => !a || !a.final || a.stale), failed = needed.find((a) => a?.error);
   const drawn = JSON.stringify([found.map((a) => a?.serial), state.get().page.options[view.name], busy]);
   if (!again && panel.drawn === drawn) return busy;
   panel.drawn = drawn;
@@ -129,12 +129,12 @@ function drawPanel(panel, again) {
     clear(body).append(refusal(failed.error));
     return busy;
   }
-  if (found.some((a) => !a?.data)) {
+  if (needed.some((a) => !a?.data)) {
     if (!body.firstChild) body.append(h("p", { class: "empty" }, "Computing …"));
     return busy;
   }
-  if (found.length && found.every((a) => a.stale)) return busy;
-  const data = view.needs ? Object.fromEntries(names.map((name, i) => [name, found[i].data])) : found[0].data;
+  if (needed.some((a) => a.stale)) return busy;
+  const data = view.needs ? Object.fromEntries(names.map((name, i) => [name, found[i]?.data ?? null])) : found[0].data;
   body.style.minHeight = `${body.offsetHeight}px`; // the page does not jump while the view is drawn again
   keepFocus(body, () => {
     clear(body);
@@ -143,7 +143,7 @@ function drawPanel(panel, again) {
       save.attach(body, view.name);
     } catch (error) {
       console.error(error);
-      const other = names.map((name) => misfit(name, answers.get(name).data)).find(Boolean);
+      const other = names.map((name) => misfit(name, answers.get(name)?.data)).find(Boolean);
       body.append(refusal({ code: "", what: `the view "${view.title}" could not be drawn`, why: other ? `The server sent no such ${other}: it is of another version than the page in this tab` : String(error), valid: [], fix: other ? "reload the page" : "" }));
     }
   });

@@ -8,12 +8,9 @@ export const view = {
   title: "Memory per GPU",
   tab: "Memory",
   workspace: "plan",
-  sentence: "Each bar is the peak of one pipeline stage’s GPUs, split by what fills it. A bar beyond the dashed line does not fit.",
+  sentence: "The peak of the fullest stage, and how activations come and go within a step. Early stages hold those of more micro-batches.",
   draw(element, data, context) {
     element.append(h("div", { class: "stats" }, ...stats(data)));
-    const bars = panel("By pipeline stage", data.stages.length > 1 ? "Early stages hold the activations of more micro-batches in flight." : "One stage: all GPUs hold the same.");
-    element.append(bars);
-    stages(bars, data);
     const time = panel("Over time within the step", `Stage ${data.timeline.stage} keeps up to ${format.number(data.timeline.in_flight)} micro-batches between their forward and their backward.`);
     if (data.stages.length > 1) time.append(h("div", { class: "controls" }, choice("Stage", data.stages.map((s) => [s.stage, `stage ${s.stage}`]), data.timeline.stage, (stage) => context.setOptions({ stage }))));
     element.append(time);

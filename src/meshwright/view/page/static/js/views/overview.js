@@ -32,7 +32,7 @@ function changes(element, verdict, advice, context) {
   const p = verdict.pipeline;
   if (p?.advice) item("Low pipeline efficiency. ", `${p.advice[0].toUpperCase()}${p.advice.slice(1)}.`, p.raise_to && apply(`${p.raise_to.microbatches} micro-batches`, { "workload.batch": p.raise_to.batch }), p.cut_to?.set && apply(`${p.cut_to.stages} stages`, p.cut_to.set));
   for (const f of advice?.findings ?? []) item(`${f.name[0].toUpperCase()}${f.name.slice(1)}. `, `${f.what}.${f.cost_s ? ` Costs ${share(f.cost_s)}.` : ""}`, f.saves_s > 0 && apply("Apply", f.set));
-  element.append(list.children.length ? list : h("p", null, advice ? "No change of one or two fields makes this plan faster." : "The live page computes them."));
+  element.append(list.children.length ? list : h("p", null, advice ? "No change of one or two fields makes this plan faster." : context.live ? "Computing …" : "The live page computes them."));
 }
 
 /** What the numbers are of, and the targets. */

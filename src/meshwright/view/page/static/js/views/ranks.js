@@ -19,9 +19,6 @@ export const view = {
     grid(box, data, rank, context);
     box.append(legend(data.axes.map((a) => ({ label: `${a.axis} group of rank ${rank}`, colour: COLOURS[a.axis] }))));
     box.append(groups(data, rank));
-    const cube = panel("The same ranks on the axes of the plan", "Columns: tensor- (and context-) parallel ranks; rows: pipeline stages; sheets: data-parallel replicas. A group of one axis is a line of this grid.");
-    element.append(cube);
-    sheets(cube, data, rank, context);
   },
 };
 
@@ -30,33 +27,6 @@ const groups = (data, rank) => table([
   { title: "axis", key: "axis" }, { title: "ranks per group", key: "size", align: "right" }, { title: "groups", key: "groups", text: (v) => format.whole(v), align: "right" },
   { title: "links", key: "level" }, { title: `group of rank ${rank}`, value: (a) => members(a, rank).slice(0, 16).join(", ") + (members(a, rank).length > 16 ? ", …" : ""), formula: (a) => a.formula },
 ], data.axes, { caption: `World = ${Object.entries(data.sizes).map(([a, n]) => `${a} ${n}`).join(" × ")} = ${format.whole(data.world)} ranks, the first axis fastest` });
-
-/** Sheets of tp·cp × pp, one behind the other for the data-parallel ranks. */
-function sheets(element, data, rank, context) {
-  const { tp, cp, pp, dp } = data.coordinates, size = (list) => Math.max(...list) + 1;
-  const columns = size(tp) * size(cp), rows = size(pp), most = Math.min(size(dp), 12), width = element.clientWidth - 40;
-  const side = Math.max(4, Math.min(24, (width * 0.62) / columns, 300 / rows)), dx = Math.min((width - columns * side) / Math.max(1, most - 1), columns * side * 0.55 + 14, 150), dy = Math.min(16, 120 / most);
-  const mine = dp[rank], near = Math.max(0, Math.min(mine - Math.floor(most / 2), size(dp) - most)), groups = groupsOf(data, rank);
-  const c = figure(element, { height: rows * side + dy * (most - 1) + 34, left: 8, right: 8, top: 20, bottom: 8, label: `Grid of tp ${size(tp)}, cp ${size(cp)}, pp ${rows} and dp ${size(dp)}; rank ${rank} at tp ${tp[rank]}, pp ${pp[rank]}, dp ${dp[rank]}` });
-  c.root.setAttribute("role", "group");
-  const sheet = Array.from({ length: most }, () => svg("g")), at = (s) => [s * dx, (most - 1 - s) * dy];
-  for (let s = most - 1; s >= 0; s--) {
-    const [x, y] = at(s);
-    sheet[s].append(svg("rect", { x: x - 3, y: y - 3, width: columns * side + 5, height: rows * side + 5, rx: 4, fill: "surface", stroke: "line" }));
-    c.plot.append(sheet[s]);
-    label(c, `dp ${near + s}`, x + columns * side, y - 7, { anchor: "end", size: 10, colour: near + s === mine ? "ink" : "quiet", weight: near + s === mine ? 700 : null });
-  }
-  for (let r = 0; r < data.drawn; r++) {
-    const s = dp[r] - near;
-    if (s < 0 || s >= most) continue;
-    const [x0, y0] = at(s), x = x0 + (cp[r] * size(tp) + tp[r]) * side, y = y0 + pp[r] * side, lit = groups.get(r) ?? [];
-    const node = svg("rect", { x, y, width: side - 1.2, height: side - 1.2, rx: 2, fill: r === rank ? "ink" : lit.length ? COLOURS[lit[0]] : "grid" });
-    formula(node, `rank ${r}: tp ${tp[r]}, cp ${cp[r]}, pp ${pp[r]}, dp ${dp[r]}${lit.length && r !== rank ? `\nwith rank ${rank} in: ${lit.join(", ")}` : ""}`, { focus: false });
-    node.addEventListener("click", () => context.setOptions({ rank: r }));
-    sheet[s].append(node);
-  }
-  if (most < size(dp)) element.append(h("p", { class: "sentence" }, `${most} of ${size(dp)} data-parallel replicas, near that of rank ${rank}.`));
-}
 
 /** Axes that each rank shares with the chosen one. */
 function groupsOf(data, rank) {

@@ -1,6 +1,7 @@
-// Between the stages: bandwidth that is needed and available, the best number of chunks, and the achieved step time.
+// Between the stages: bandwidth that is needed and available, and the best number of chunks.
 
-import { axis, band, bars, figure, format, h, label, line, linear, log, panel, scatter, stat, svg } from "meshwright/draw.js";
+import { curves } from "meshwright/curves.js";
+import { axis, band, bars, figure, format, h, label, log, panel, stat, svg } from "meshwright/draw.js";
 
 const gigabits = (bytes) => `${format.number((bytes * 8) / 1e9)} Gb/s`;
 
@@ -21,12 +22,10 @@ export const view = {
       element.append(box);
       needs(box, b);
     } else element.append(h("p", { class: "notice" }, data.note));
-    const columns = h("div", { class: "columns" });
-    element.append(columns);
-    const step = panel("Achieved step time", "Without overlap, as planned, and if all communication were hidden."), chunk = panel("Chunks of the gradient reduction", "More chunks hide more of the transfer but each costs a call: T(k) = k·o + t/k.");
-    columns.append(step, ...(data.chunks ? [chunk] : []));
-    steps(step, data.step);
-    if (data.chunks) chunks(chunk, data.chunks);
+    if (!data.chunks) return;
+    const chunk = panel("Chunks of the gradient reduction", "More chunks hide more of the transfer but each costs a call: T(k) = k·o + t/k.");
+    element.append(chunk);
+    chunks(chunk, data.chunks);
   },
 };
 
@@ -44,23 +43,8 @@ function needs(element, b) {
 }
 
 function chunks(element, d) {
-  const c = figure(element, { height: 230, left: 66, right: 16, bottom: 42, label: d.formula });
-  const x = log([1, Math.max(...d.curve.map(([k]) => k), 2)], [6, c.width - 6], { base: 2 }), y = log([Math.min(...d.curve.map(([, t]) => t)) * 0.45, Math.max(...d.curve.map(([, t]) => t)) * 1.3], [c.height, 0]);
-  axis(c, x, "bottom", { label: "chunks k", format: (v) => format.count(v) });
-  axis(c, y, "left", { label: "exposed and overhead", format: (v) => format.seconds(v), ticks: 4 });
-  line(c, d.curve.map(([k, t]) => ({ x: k, y: t })), { x, y });
-  const at = (k) => d.curve.find(([n]) => n === k)?.[1];
-  scatter(c, [{ x: d.best, y: at(d.best), colour: "optimizer", formula: d.formula }, { x: d.now, y: at(d.now), colour: "tp", shape: "diamond", formula: d.formula }], { x, y, radius: 6 });
-  for (const [k, words, up] of [[d.best, `best ${d.best}`, 16], [d.now, `this plan ${d.now}`, -12]]) label(c, words, x(k), y(at(k)) + up, { anchor: x(k) > c.width * 0.75 ? "end" : x(k) < c.width * 0.2 ? "start" : "middle", size: 11, halo: true });
+  const at = (k) => d.curve.find(([n]) => n === k)?.[1], point = (k, words, colour, shape) => ({ name: `${words} ${k}`, points: [{ x: k, y: at(k), formula: d.formula }], colour, shape, radius: 6, only: true });
+  curves(element, { label: d.formula, height: 230, left: 66, x: { log: 2, label: "chunks k", format: format.count }, y: { log: 10, label: "exposed and overhead", format: (v) => format.seconds(v), ticks: 4 },
+    series: [{ points: d.curve.map(([k, t]) => ({ x: k, y: t })), colour: "compute", dots: false }, point(d.best, "best", "optimizer"), point(d.now, "this plan", "tp", "diamond")] });
   element.append(h("p", { class: "sentence" }, d.formula));
-}
-
-function steps(element, rows) {
-  const all = [...rows.map((r) => ({ ...r, colour: { "no overlap": "tp", "this plan": "compute", "all hidden": "optimizer" }[r.name] }))];
-  const top = Math.max(...all.map((r) => r.step_time_s)), unit = top >= 1 ? ["s", 1] : ["ms", 1e3];
-  const c = figure(element, { height: 54 + 34 * all.length, left: 82, right: 72, bottom: 42, label: all.map((r) => `${r.name}: ${format.seconds(r.step_time_s)}`).join(", ") });
-  const x = linear([0, top], [0, c.width]), y = band(all.map((r) => r.name), [0, c.height], { gap: 0.3 });
-  axis(c, x, "bottom", { label: `step time, ${unit[0]}`, format: (v) => format.number(v * unit[1]), ticks: 4 });
-  axis(c, y, "left");
-  bars(c, all.map((r) => ({ label: r.name, value: r.step_time_s, colour: r.colour, formula: r.formula, text: format.seconds(r.step_time_s) })), { x, y });
 }

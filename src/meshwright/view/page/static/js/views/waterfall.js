@@ -5,16 +5,13 @@ import * as part from "meshwright/parts.js";
 
 export const view = {
   name: "waterfall",
-  title: "Where the step’s time goes",
+  title: "What overlap hides",
   tab: "Time",
   workspace: "plan",
-  sentence: "Each bar starts where the one above ends; together they are the step of the busiest rank. Orange and pink bars are communication that no compute hides.",
-  draw(element, data, context) {
+  sentence: "Communication that no compute hides makes the step longer. What is hidden is free until compute becomes faster.",
+  draw(element, data) {
     element.append(h("div", { class: "stats" }, ...stats(data)));
-    const parts = panel("The step, part by part", `Bound by ${data.bound_by}: the largest share of the step.`);
-    element.append(parts);
-    steps(parts, data);
-    const overlap = panel("What overlap hides", `This plan overlaps ${data.overlap.overlaps.join(", ") || "nothing"} with compute. Double buffering transfers the next piece while the present one is computed: “no overlap” is the step without it, “double buffering” with it on every axis.`);
+    const overlap = panel("The step with other overlap", `This plan overlaps ${data.overlap.overlaps.join(", ") || "nothing"} with compute. Double buffering transfers the next piece while the present one is computed: “no overlap” is the step without it, “double buffering” with it on every axis.`);
     element.append(overlap);
     buffering(overlap, data.overlap);
   },
