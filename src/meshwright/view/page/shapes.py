@@ -81,7 +81,7 @@ SHAPES: dict[str, Any] = {
         "bandwidth": {"?": {"message_bytes": N, "level": S, "available": N,
                         "rows": [{"stage": I, "compute_s": N, "needed": N, "formula": S}], "most_needed": N}},
         "chunks": {"?": {"total_bytes": N, "transfer_s": N, "overhead_s": N, "best": I, "now": I, "bucket_bytes": N, "curve": [[N]], "formula": S}},
-        "step": [{"name": S, "step_time_s": N, "formula": S}], "note": S,
+        "note": S,
     },
     "roofline": {
         "levels": [{"name": S, "bandwidth": N, "alpha_s": N, "crossover_bytes": N, "curve": [[N]], "formula": S}],
@@ -97,7 +97,7 @@ SHAPES: dict[str, Any] = {
         "note": S,
     },
     "ranks": {
-        "world": I, "drawn": I, "node_size": I, "order": [S], "sizes": {"*": I}, "coordinates": {"*": [I]},
+        "world": I, "drawn": I, "node_size": I, "order": [S], "sizes": {"*": I},
         "axes": [{"axis": S, "size": I, "groups": I, "level": S, "group_of": [I], "formula": S}], "note": S,
     },
     "goodput": {
