@@ -82,10 +82,12 @@ def test_the_policy_allows_the_modules_and_one_import_map(server: str) -> None:
 
 
 def test_the_first_load_is_small(server: str) -> None:
+    """Bytes that a browser receives: modules and style are sent compressed."""
     page = CLIENT.get(server + "/").text
     modules = json.loads(re.search(r'type="importmap">(.*?)</script>', page, re.S)[1])["imports"]  # type: ignore[index]
-    size = len(page) + sum(len(CLIENT.get(server + path).content) for path in {*modules.values(), "/static/style.css"})
-    assert size < 300_000
+    files = [CLIENT.get(server + path) for path in {*modules.values(), "/static/style.css"}]
+    assert {file.headers["content-encoding"] for file in files if len(file.content) > 1000} == {"gzip"}
+    assert len(page) + sum(file.num_bytes_downloaded for file in files) < 150_000
 
 
 @pytest.mark.parametrize(
