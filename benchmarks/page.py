@@ -69,7 +69,7 @@ CHIPS = """async (address) => {
   return performance.now() - start;
 }"""
 PAN = """async () => {
-  const canvas = document.querySelector("#view canvas");
+  const canvas = document.querySelector("#view canvas[role=application]");
   canvas.scrollIntoView();
   const box = canvas.getBoundingClientRect(), y = box.top + 20;
   const send = (kind, x) => canvas.dispatchEvent(
@@ -156,7 +156,7 @@ def measure(browser: Any, address: str, rounds: int) -> None:
             f"search: {view:<12}{first:6.2f} s first {complete:8.2f} s complete ({complete / command:.2f} × the command)"
         )
     page.goto(f"{address}/#{fragment('timeline', DEEP)}")
-    page.wait_for_selector("#view canvas", timeout=120_000)
+    page.wait_for_selector("#view canvas[role=application]", timeout=120_000)
     print(f"timeline        {page.evaluate(PAN):8.0f} frames per second while panning 64 stages × 512 micro-batches")
 
 

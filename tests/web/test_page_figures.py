@@ -60,9 +60,9 @@ def test_fields_without_a_rule_are_inputs(server: str, open_page: Open) -> None:
 def test_the_timeline_zooms_and_pans_with_keys(server: str, open_page: Open) -> None:
     page = open_page(f"{server}/{fragment(view='timeline', **STATE)}")
     settled(page)
-    page.evaluate("window.pixels = () => document.querySelector('#view canvas[aria-label]').toDataURL()")
+    page.evaluate("window.pixels = () => document.querySelector('#view canvas[role=application]').toDataURL()")
     page.evaluate("window.whole = pixels()")
-    page.locator("#view canvas[aria-label]").focus()
+    page.locator("#view canvas[role=application]").focus()
     page.keyboard.press("+")
     until(page, "pixels() !== whole")
     page.evaluate("window.zoomed = pixels()")
@@ -70,6 +70,10 @@ def test_the_timeline_zooms_and_pans_with_keys(server: str, open_page: Open) -> 
     until(page, "pixels() !== zoomed")
     page.keyboard.press("0")
     until(page, "pixels() === whole")
+    page.keyboard.press(".")  # the first action of the first rank
+    until(page, "document.querySelector('#view output').textContent.includes('of micro-batch 0, stage 0')")
+    page.keyboard.press("f")
+    until(page, "pixels() !== whole")
 
 
 def test_schedules_are_chosen_and_remembered_in_the_address(server: str, open_page: Open) -> None:

@@ -21,7 +21,7 @@ export function lanes(element, groups, { total, label, place = {}, begin = total
     Object.assign(group, { top: top + HEAD, lane: group.lane ?? lane });
     top += HEAD + group.lanes.length * group.lane + GAP;
   }
-  const surface = () => contentWidth(element), map = h("canvas", { "aria-hidden": "true", class: "minimap" });
+  const surface = () => contentWidth(element), map = h("canvas", { role: "img", "aria-label": "The whole time, and which part of it is drawn below", class: "minimap" });
   const node = h("canvas", { role: "application", tabindex: "0", "aria-label": `${label}. ${HELP}`, "aria-describedby": `lanes-${++serial}` });
   const details = h("output", { class: "sentence", id: `lanes-${serial}` }, HELP);
   const button = (text, name, action) => h("button", { type: "button", class: "small", "aria-label": name, title: name, onclick: action }, text);
