@@ -31,7 +31,9 @@ function build(element, attributes, children) {
 }
 
 /** An HTML element: h("p", { class: "note", onclick: f, style: { width: "4px" } }, "text", child, [children]). */
-export const h = (tag, attributes, ...children) => build(document.createElement(tag), attributes, children);
+export const h = (tag, attributes, ...children) => build(document.createElement(tag), attributes, children.flat(Infinity).flatMap(coded));
+/** A text in which `backticks` mark code, in pieces. */
+const coded = (child) => (typeof child === "string" && /`[^`]+`/.test(child) ? child.split("`").map((part, i) => (i % 2 ? h("code", null, part) : part)) : [child]);
 /** An SVG element: svg("rect", { x: 0, fill: "compute" }). */
 export const svg = (tag, attributes, ...children) => build(document.createElementNS(SVG, tag), attributes, children);
 /** Remove all children; returns the element. */
@@ -291,9 +293,6 @@ export function table(columns, rows, { caption = "", name = caption, onrow = nul
 }
 
 // Parts of a view.
-
-/** A text in which `backticks` mark code, as elements. */
-export const words = (text) => h("span", null, String(text ?? "–").split("`").map((part, i) => (i % 2 ? h("code", null, part) : part)));
 
 /** Draw the content of an element anew; the control in the same place gets the focus back. */
 export function keepFocus(element, drawn) {

@@ -79,6 +79,25 @@ export async function read(view, files, reference = "") {
 
 const announce = () => listeners.forEach((f) => f());
 
+/** Show what was dropped on Runs, or why it cannot be shown. */
+async function take(transfer) {
+  const files = await listed(transfer);
+  if (!files.length || (await openInRuns(files))) return;
+  const now = state.get().page.view, view = Object.values(VIEWS).includes(now) ? now : VIEWS.trace;
+  results.set(view, { error: { code: "", what: `${files.length === 1 ? `'${files[0].name}' is` : "these files are"} neither traces nor a recording`, why: "A trace is what torch.profiler exports (.json or .json.gz); a recording is a folder with one folder for each rank", valid: [], fix: "" } });
+  state.set("page.view", view);
+  announce();
+}
+
+for (const kind of ["dragover", "dragleave", "drop"]) {
+  document.addEventListener(kind, (event) => {
+    if (document.body.dataset.workspace !== "runs" || !source.live || !event.dataTransfer?.types.includes("Files")) return;
+    event.preventDefault();
+    document.body.classList.toggle("over", kind === "dragover");
+    if (kind === "drop") take(event.dataTransfer);
+  });
+}
+
 /** The drop zone above a view of dropped files, and what was read: calls draw(element, data) with it. A written file has its data already. */
 export function zone(element, view, words, data, draw) {
   if (!source.live) return draw(element, data);
@@ -86,22 +105,13 @@ export function zone(element, view, words, data, draw) {
     const input = h("input", { type: "file", multiple: true, hidden: true, webkitdirectory: folder, onchange: () => take(input.files) });
     return [h("button", { type: "button", onclick: () => input.click() }, folder ? "Choose a folder" : "Choose files"), input];
   };
-  const take = async (transfer) => {
-    const files = await listed(transfer);
-    if (!(await openInRuns(files))) status.replaceChildren(refusal({ code: "", what: `${files.length === 1 ? `'${files[0].name}' is` : "these files are"} neither traces nor a recording`, why: "A trace is what torch.profiler exports (.json or .json.gz); a recording is a folder with one folder for each rank", valid: [], fix: "" }));
-  };
-  const box = h("div", { class: "drop" }, h("p", null, words), h("p", { class: "controls" }, choose(view === "checked")));
-  const over = (on) => (event) => { event.preventDefault(); box.classList.toggle("over", on); };
-  box.addEventListener("dragover", over(true));
-  box.addEventListener("dragleave", over(false));
-  box.addEventListener("drop", (event) => { over(false)(event); take(event.dataTransfer); });
-  element.append(box, status, body);
+  element.append(h("div", { class: "drop" }, h("p", null, words), h("p", null, choose(view === VIEWS.recording))), status, body);
   const show = () => {
     if (!body.isConnected) return void listeners.delete(show);
-    const result = results.get(view);
-    status.replaceChildren(...(reading?.view === view ? [h("p", { class: "empty" }, h("progress", { "aria-label": "Reading" }), ` Reading ${reading.files.length === 1 ? reading.files[0].name : `${reading.files.length} files`} … `, h("button", { type: "button", class: "small", onclick: () => reading.stop.abort() }, "Stop"))] : result?.error ? [refusal(result.error)] : []));
+    const result = results.get(view), busy = reading?.view === view;
+    status.replaceChildren(...(busy ? [h("p", { class: "empty" }, h("progress", { "aria-label": "Reading" }), ` Reading ${reading.files.length === 1 ? reading.files[0].name : `${reading.files.length} files`} … `, h("button", { type: "button", class: "small", onclick: () => reading.stop.abort() }, "Stop"))] : result?.error ? [refusal(result.error)] : []));
     body.replaceChildren();
-    if (!result?.data) return;
+    if (busy || !result?.data) return;
     draw(body, result.data, result);
     save.attach(body, view);
   };

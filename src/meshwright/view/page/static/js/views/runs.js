@@ -221,8 +221,8 @@ function events(body, run, several) {
 /** What a run depends on besides its run file. */
 function circumstances(body, run) {
   const about = run.about ?? {}, git = about.git, versions = Object.entries(about.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", ");
-  const rows = [["command", (about.command ?? []).join(" ")], ["hosts", (about.hosts ?? []).join(", ")], ["versions", versions], ["git", git ? `${git.commit.slice(0, 12)} on ${git.branch}${git.changed ? `, ${git.changed} changed files` : ""}` : ""], ["seed", about.seed], ["platform", about.platform]].filter(([, value]) => value !== undefined && value !== "");
-  if (rows.length) body.append(panel(`How ${run.name} was run`, null, h("dl", { class: "reasons" }, rows.flatMap(([name, value]) => [h("dt", null, name), h("dd", null, String(value))]))));
+  const rows = [["command", about.command ? h("code", null, about.command.join(" ")) : ""], ["hosts", (about.hosts ?? []).join(", ")], ["versions", versions], ["git", git ? `${git.commit.slice(0, 12)} on ${git.branch}${git.changed ? `, ${git.changed} changed files` : ""}` : ""], ["seed", about.seed], ["platform", about.platform]].filter(([, value]) => value !== undefined && value !== "");
+  if (rows.length) body.append(panel(`How ${run.name} was run`, null, h("dl", { class: "reasons" }, rows.flatMap(([name, value]) => [h("dt", null, name), h("dd", null, value instanceof Node ? value : String(value))]))));
 }
 
 const quantity = (value, unit) => ({ s: () => format.seconds(value), bytes: () => format.bytes(value), GiB: () => format.gib(value), "%": () => `${format.number(value)}%` })[unit]?.() ?? `${format.count(value)} ${unit}`;

@@ -1,6 +1,6 @@
 // Traced steps beside the prediction: a strip per rank, what to change first, and the waterfall from the predicted to the measured step.
 
-import { axis, band, bars, figure, format, h, label, legend, linear, panel, stat, table, words } from "meshwright/draw.js";
+import { axis, band, bars, figure, format, h, label, legend, linear, panel, stat, table } from "meshwright/draw.js";
 import { zone } from "meshwright/dropped.js";
 import { laneOf, lanes } from "meshwright/lanes.js";
 import * as source from "meshwright/source.js";
@@ -27,10 +27,10 @@ export const view = {
 function steps(element, data) {
   element.append(h("div", { class: "stats" }, ...stats(data)));
   const first = panel("What to change first", data.causes.length ? "Causes of lost time, with the seconds of a step that each costs." : "No cause of lost time above 1% of the step: compute fills it.");
-  if (data.notes.length) first.append(h("p", { class: "sentence" }, words(data.notes.join(". "))));
+  if (data.notes.length) first.append(h("p", { class: "sentence" }, data.notes.join(". ")));
   if (data.causes.length) first.append(table([
     { title: "cause", key: "cause" }, { title: "per step", key: "seconds", text: (s) => format.seconds(s), align: "right" },
-    { title: "evidence", key: "evidence", text: words }, { title: "change", key: "fix", text: words }], data.causes));
+    { title: "evidence", key: "evidence" }, { title: "change", key: "fix" }], data.causes));
   element.append(first);
   if (data.memory.length) element.append(panel("Memory at the peak", data.memory_note, table([
     { title: "category", key: "category" }, { title: "held", key: "gib", text: (g) => format.gib(g), align: "right" },
@@ -44,7 +44,7 @@ function steps(element, data) {
   waterfall(fall, data.predicted);
   element.append(panel("The largest differences", data.predicted.plan, table([
     { title: "part", key: "name" }, { title: "predicted", key: "predicted_s", text: (s) => format.seconds(s), align: "right" }, { title: "measured", key: "measured_s", text: (s) => format.seconds(s), align: "right" },
-    { title: "reason", key: "reason", text: words }], data.predicted.largest)));
+    { title: "reason", key: "reason" }], data.predicted.largest)));
 }
 
 function stats(data) {
