@@ -88,6 +88,10 @@ def test_steps_micro_batches_and_layers_are_recognised():
     assert len(llama.layers) == 12
     assert all(0.0015 < seconds < 0.004 for seconds in llama.layer_seconds.values())  # of 95 ms, a third is forward
     assert llama.phases["backward"] == pytest.approx(2 * llama.phases["forward"], rel=0.2)
+    unnamed = explained("gpu-odd-shape").run.ranks[0].found  # without modules: from one attention to the next
+    assert unnamed.named_layers == ()
+    assert unnamed.layers == tuple(map(str, range(12)))
+    assert sum(unnamed.layer_seconds.values()) == pytest.approx(unnamed.phases["forward"], rel=0.15)
     busy = explained("gpu-item").steps[0][0].total(COMPUTE) / 1e9
     assert sum(llama.phases.values()) == pytest.approx(busy, rel=0.01)
 

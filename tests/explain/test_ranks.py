@@ -324,3 +324,16 @@ def test_waiting_for_a_message_is_the_bubble_and_the_longest_stage_is_named(tmp_
     assert (WAITING, "rank 1") not in e.steps[0][0].parts
     bubble = next(cause for cause in e.causes if cause.cause == "bubble")
     assert "rank 1 computes" in bubble.evidence
+
+
+def test_the_stage_of_a_rank_is_its_place_in_the_pipeline_not_in_a_message(tmp_path):
+    for rank in range(4):
+        t = HandMade(rank, 4, groups=[("0", "default_pg", [0, 1, 2, 3]), ("1", "mesh_pp", [0, 1, 2, 3])])
+        t.span("ProfilerStep#1", 0, 100)
+        t.span(annotation_of("send", "pp", (rank, (rank + 1) % 4)), 10, 20)
+        t.span("c10d::send", 11, 19, "cpu_op")
+        t.span("gloo:send", 12, 30, thread=2)
+        t.write(tmp_path)
+    e = explain_traces(read_traces([tmp_path]))
+    assert [rank["stage"] for rank in e.as_dict()["ranks"]] == [0, 1, 2, 3]
+    assert axis_degrees(e.run) == {"pp": 4}

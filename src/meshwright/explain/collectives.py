@@ -180,11 +180,28 @@ def axis_of(kind: str, description: str) -> str:
     (gloo records none with a collective) only the use is known."""
     if UNNAMED in description:
         return {"send": "pp", "receive": "pp", "all_to_all": "ep"}.get(kind, UNNAMED)
+    return axis_in_words(description) or {"send": "pp", "receive": "pp", "all_to_all": "ep"}.get(kind, "dp")
+
+
+def axis_in_words(description: str) -> str:
+    """The axis that the words of a description name; empty if they name none."""
     words = re.split(r"[^a-z]+", description.lower())
     for axis, *parts in AXIS_WORDS:
         if axis in words or any(word.startswith(part) for word in words for part in parts):
             return axis
-    return {"send": "pp", "receive": "pp", "all_to_all": "ep"}.get(kind, "dp")
+    return ""
+
+
+def groups_by_axis(found: RecognisedTrace, collectives: TracedCollectives) -> dict[str, tuple[int, ...]]:
+    """The largest group of each axis that a rank used. A message names its two ends only, so the listed groups of its axis count too."""
+    c, out = collectives, dict[str, tuple[int, ...]]()
+    used = [(axis_of(kind, group), ranks) for kind, group, ranks in zip(c.kind, c.group, c.ranks, strict=True)]
+    axes = {axis for axis, _ in used}
+    listed = [(axis_in_words(group.description), group.ranks) for group in found.trace.groups.values()]
+    for axis, ranks in used + [(axis, ranks) for axis, ranks in listed if axis in axes]:
+        if found.trace.rank in ranks and len(ranks) > len(out.get(axis, ())):
+            out[axis] = ranks
+    return out
 
 
 def moved(collectives: TracedCollectives, nanoseconds: int) -> TracedCollectives:

@@ -8,7 +8,7 @@ from meshwright.describe.catalog import accelerator_of, load
 from meshwright.describe.cluster import Accelerator
 from meshwright.explain.attribution import UNATTRIBUTED, Part, StepAttribution, attribute
 from meshwright.explain.causes import LostTime, lost_time, mean_parts
-from meshwright.explain.collectives import axis_of
+from meshwright.explain.collectives import groups_by_axis
 from meshwright.explain.products import TracedProduct, traced_products
 from meshwright.explain.ranks import RankInGroup, TracedRun, traced_run
 from meshwright.explain.recognise import RecognisedTrace
@@ -135,10 +135,5 @@ def device_of(traces: Sequence[RankTrace]) -> Accelerator | None:
 
 def stage_of(rank: RankInGroup) -> int | None:
     """The pipeline stage of a rank: its place in the group of its messages."""
-    c = rank.collectives
-    groups = {
-        ranks
-        for kind, name, ranks in zip(c.kind, c.group, c.ranks, strict=True)
-        if axis_of(kind, name) == "pp" and rank.rank in ranks
-    }
-    return max(groups, key=len).index(rank.rank) if groups else None
+    group = groups_by_axis(rank.found, rank.collectives).get("pp", ())
+    return group.index(rank.rank) if group else None

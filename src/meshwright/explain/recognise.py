@@ -4,7 +4,7 @@
     backward     nodes of the autograd engine, on whatever thread; DeepSpeed's and Megatron's own annotations
     optimizer    "Optimizer.step#AdamW.step", our "norm and update"
     data         the loader's annotation
-    layers       modules of FSDP's annotations, or "nn.Module:" events of a profile with stacks
+    layers       modules of FSDP's annotations, or "nn.Module:" events of a profile with stacks; else from one attention of forward to the next
 
 A kernel belongs to the step and the phase in which it was launched. It may run after the host has begun the next step, so a step of a device
 begins when the kernels of the step before have ended.
@@ -35,6 +35,8 @@ DATA = (
     "data loading",
     "get_batch",
 )
+ATTENTION = "aten::scaled_dot_product_attention"
+INNER_ATTENTION = ("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "flash_attn::")
 MANY_LOST = 0.01  # share of launches without a kernel that is worth a note: the last ones may run after the recording
 LAYER = re.compile(r"FSDP::pre_forward \((.*)\)|nn\.Module: (\w+_\d+)")
 
@@ -159,9 +161,14 @@ class RecognisedTrace:
         counts = counts[counts >= len(self.host_steps)]
         return int(counts.min()) // len(self.host_steps) if len(counts) else 1
 
-    @cached_property
+    @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers: the kind of module with several instances that takes most time; empty if no module is named."""
+        """Names of the layers, or their numbers where only attention tells them apart."""
+        return self.named_layers or tuple(map(str, range(len(self.attended))))
+
+    @cached_property
+    def named_layers(self) -> tuple[str, ...]:
+        """The kind of module with several instances that takes most time; empty if no module is named."""
         e = self.events
         found = {i: m[1] or m[2] for i, name in enumerate(e.names) if (m := LAYER.fullmatch(name))}
         seconds, numbers = Counter[str](), dict[str, set[str]]()
@@ -173,6 +180,32 @@ class RecognisedTrace:
         kinds = [kind for kind, _ in seconds.most_common() if len(numbers[kind]) > 1]
         layers = numbers[kinds[0]] if kinds else set()
         return tuple(sorted(layers, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]))
+
+    @cached_property
+    def attention(self) -> NDArray[np.int64]:
+        """The calls of attention in the traced steps."""
+        e, steps = self.events, self.host_steps
+        outer, inner = self.names_with(ATTENTION), self.names_with(*INNER_ATTENTION) & ~self.names_with(ATTENTION)
+        chosen = (outer if outer.any() else inner) & (e.category == OPERATOR)
+        return np.flatnonzero(chosen & (e.start >= steps[0].start) & (e.start < steps[-1].end))
+
+    @cached_property
+    def forward_attention(self) -> NDArray[np.int64]:
+        return self.attention[self.phase_of(self.events.start[self.attention]) == "forward"]
+
+    @cached_property
+    def attended(self) -> list[Intervals]:
+        """The times of the host in each layer, if every micro-batch has the same number of attentions; a layer ends where the next attention
+        begins, the last one of a micro-batch after the usual time."""
+        passes = self.microbatches * len(self.host_steps)
+        starts = self.events.start[self.forward_attention]
+        count, rest = divmod(len(starts), passes)
+        if rest or count < 2 or not len(self.backward):
+            return []
+        grid = starts.reshape(passes, count)
+        usual = int(np.median(np.diff(grid)))
+        ends = np.concatenate([grid[:, 1:], grid[:, -1:] + usual], axis=1)
+        return [union(np.column_stack([grid[:, i], ends[:, i]])) for i in range(count)]
 
     def seconds_of(self, host: Intervals) -> float:
         """Seconds per step of what the host did or launched in some intervals: of kernels if there is a device, else of the intervals themselves."""
@@ -198,7 +231,9 @@ class RecognisedTrace:
     def layer_seconds(self) -> dict[str, float]:
         """Seconds per step of forward in each layer."""
         e, out = self.events, dict[str, float]()
-        for layer in self.layers:
+        if not self.named_layers:
+            return {str(i): self.seconds_of(times) for i, times in enumerate(self.attended)}
+        for layer in self.named_layers:
             whole = (
                 self.spans_of(np.isin(e.name, [e.names.index(f"nn.Module: {layer}")]))
                 if f"nn.Module: {layer}" in e.names

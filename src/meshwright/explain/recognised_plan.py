@@ -18,14 +18,10 @@ import numpy as np
 from meshwright.describe.catalog import accelerator_of, names, tables
 from meshwright.describe.config import Config, configure
 from meshwright.errors import MeshwrightError
-from meshwright.explain.collectives import axis_of, shapes_in
+from meshwright.explain.collectives import groups_by_axis, shapes_in
 from meshwright.explain.products import product_shape
 from meshwright.explain.ranks import RankInGroup, TracedRun
-from meshwright.explain.trace import OPERATOR
 from meshwright.units import Json
-
-ATTENTION = "aten::scaled_dot_product_attention"
-INNER = ("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "flash_attn::")
 
 
 def config_of_trace(run: TracedRun, cluster: str = "") -> Config:
@@ -65,9 +61,7 @@ def not_recognised(what: str) -> MeshwrightError:
 def model_of(rank: RankInGroup, tp: int) -> tuple[Json, int, int]:
     """The shape of the model, the micro-batch and the sequence length."""
     found, e = rank.found, rank.found.events
-    is_outer, is_inner = found.names_with(ATTENTION), found.names_with(*INNER) & ~found.names_with(ATTENTION)
-    attention = (is_outer if is_outer.any() else is_inner) & (e.category == OPERATOR) & within_steps(rank)
-    shapes = [shapes_in(e.details[e.detail[i]].dims) for i in np.flatnonzero(attention).tolist()]
+    shapes = [shapes_in(e.details[e.detail[i]].dims) for i in found.attention.tolist()]
     shapes = [s for s in shapes if len(s) >= 2 and len(s[0]) == len(s[1]) == 4]
     if not shapes:
         raise not_recognised("it has no attention operator with shapes")
@@ -77,8 +71,7 @@ def model_of(rank: RankInGroup, tp: int) -> tuple[Json, int, int]:
     ):  # (batch, sequence, heads, width), as FlashAttention's own operator has it
         heads, seq = seq, heads
     passes = max(1, rank.found.microbatches * len(found.host_steps))
-    forward = [i for i in np.flatnonzero(attention).tolist() if found.phase_of(e.start[[i]])[0] == "forward"]
-    layers = max(1, len(forward) // passes)
+    layers = max(1, len(found.forward_attention) // passes)
     hidden, ffn, gated, vocab = widths_of(rank, microbatch * seq, layers, passes)
     model = {"hidden": hidden, "layers": layers, "heads": heads * tp, "kv_heads": kv_heads * tp, "head_dim": width, "ffn": ffn * tp,
              "vocab": vocab * tp, "max_positions": seq, "activation": "swiglu" if gated else "gelu"}  # fmt: skip
@@ -117,12 +110,9 @@ def axis_degrees(run: TracedRun) -> dict[str, int]:
     """Group sizes by axis, of the groups whose collectives were traced."""
     out: dict[str, int] = {}
     for rank in run.ranks:
-        c = rank.collectives
-        for kind, group, ranks in zip(c.kind, c.group, c.ranks, strict=True):
-            if len(ranks) > 1:
-                axis = axis_of(kind, group)
-                out[axis] = max(out.get(axis, 1), len(ranks))
-    return out
+        for axis, ranks in groups_by_axis(rank.found, rank.collectives).items():
+            out[axis] = max(out.get(axis, 1), len(ranks))
+    return {axis: size for axis, size in out.items() if size > 1}
 
 
 def data_parallel_of(rank: RankInGroup, dp: int, layers: int) -> Json:
