@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 from meshwright.describe.run_folder import EVENTS, RUN, STEP_KEYS, STEPS, json_line
 from meshwright.errors import MeshwrightError
 from meshwright.view.json_schema import schema_of
+from meshwright.view.page import runs as page_runs
 from meshwright.view.page.runs import MOST_ROWS, RunFolders, RunWatch
 from meshwright.view.page.shapes import SHAPES
+from meshwright.web.api import MOST_STREAMS
 from web.running import CLIENT
 
 PLAN = 'model = "tiny-gpt"\n[cluster]\nextends = "dgx-h100"\n[plan]\nshard = 2\nzero = 1\n'
@@ -120,7 +123,8 @@ def test_broken_files_are_reported(tmp_path: Path) -> None:
     assert caught.value.code == "MW-REP-002"
 
 
-def test_a_watch_says_what_is_new_and_goes_on_where_another_ended(tmp_path: Path) -> None:
+def test_a_watch_says_what_is_new_and_goes_on_where_another_ended(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(page_runs, "LISTED_S", -1.0)
     folder = make_run(tmp_path / "a b&c")
     make_run(tmp_path / "other")
     runs = RunFolders(tmp_path)
@@ -166,6 +170,15 @@ def test_news_are_streamed_with_an_id_to_go_on_from(server: str, run_folders: Pa
     assert (len(first[1][2]["rows"]), [row[0] for row in first[3][2]["rows"]]) == (3, [3])
     again = events(2, **{"Last-Event-ID": first[1][1]})
     assert [row[0] for row in again[1][2]["rows"]] == [3]
+
+
+def test_only_so_many_pages_watch_at_once(server: str) -> None:
+    with ExitStack() as stack:
+        for _ in range(MOST_STREAMS):
+            assert stack.enter_context(CLIENT.stream("GET", server + "/api/watch")).status_code == 200
+        refused = CLIENT.get(server + "/api/watch")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "MW-WEB-002")
+        assert refused.headers["retry-after"]
 
 
 def test_over_http(server: str, run_folders: Path) -> None:

@@ -10,6 +10,7 @@ those found there and never joined to a path; a link that leads out of the folde
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from meshwright.view.runs import configuration, summary
 
 PARTS = ("prediction", *RESULTS, "proof")
 MOST_RUNS, MOST_ROWS, LONGEST_SEEN = 200, 4000, 20_000
+LISTED_S = 0.4
 
 
 class SeenFiles(NamedTuple):
@@ -64,6 +66,7 @@ class RunFolders:
 
     def __init__(self, root: Path | None) -> None:
         self.root = root.resolve() if root is not None else None
+        self._listed: tuple[float, Json] = -math.inf, {}
 
     def found(self) -> dict[str, Path]:
         """Run folders by name, the newest first."""
@@ -80,6 +83,12 @@ class RunFolders:
         """All runs, each with its plan and whether it is running, done, failed or stopped."""
         rows = [{**run_entry(path), "name": name} for name, path in self.found().items()]
         return {"folder": self.root.name if self.root else "", "runs": rows}
+
+    def recent_listing(self) -> Json:
+        """The list as it was at most `LISTED_S` ago: all that watch share one reading of all folders."""
+        if time.monotonic() - self._listed[0] > LISTED_S:
+            self._listed = time.monotonic(), self.listing()
+        return self._listed[1]
 
     def run(self, name: str, seen: str = "") -> Json:
         """One run: its rows, events and files that are newer than `seen`; all of them without it."""
@@ -107,7 +116,7 @@ class RunWatch:
     def news(self) -> list[tuple[str, Json]]:
         """The events since the last call: ("runs", the list), then ("run", what is new in one run, or why it cannot be read)."""
         try:
-            listed = self.folders.listing()
+            listed = self.folders.recent_listing()
         except OSError as error:
             listed = {"folder": "", "runs": [], "error": unreadable(error).as_dict()}
         out = [] if listed == self.listed else [("runs", listed)]
