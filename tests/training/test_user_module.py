@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 import ranks
+from meshwright.describe.optimizer import Optimizer
+from meshwright.describe.variants import OPTIMIZERS
 from meshwright.errors import MeshwrightError
-from meshwright.training.user_module.parallelize import parallelize, updates_differ
+from meshwright.training.user_module.parallelize import check_settings, parallelize, updates_differ
 
 ROWS, BOUND = 8, 1e-12
 
@@ -142,6 +145,18 @@ def shared_pieces(context, folder):
     with pytest.raises(MeshwrightError, match=r"MW-OWN-001: optimizer clip=0.5"):
         built(ZERO, {"kind": "adamw", "clip": 0.5})
     return out, compressed
+
+
+def test_an_optimizer_of_whole_matrices_takes_no_matrix_that_is_cut_in_several_parts():
+    for name, kind in OPTIMIZERS.items():
+        pieces = [SimpleNamespace(name="qkv", fused=(4, 2, 2))]
+        workload, plan = SimpleNamespace(optimizer=name), SimpleNamespace(tp=2)
+        module = SimpleNamespace(settings=Optimizer(), pieces=pieces, workload=workload, plan=plan)
+        if kind.matrix_states is None:
+            check_settings(module)
+            continue
+        with pytest.raises(MeshwrightError, match=rf"MW-OWN-001: optimizer kind={name} .* tp=2 cuts 'qkv'"):
+            check_settings(module)
 
 
 def test_a_user_module_trains_and_resumes_with_the_shared_pieces(tmp_path):

@@ -65,7 +65,7 @@ def learning_rate(settings: Optimizer, workload: Workload, step: int, role: str 
         power = BATCH_POWER.get(kind, 1.0 if OPTIMIZERS[kind].scales_linearly else 0.5)
         rate *= (workload.batch / s.scale_with_batch) ** power
     if s.scale_with_width and role not in ("vector", "embedding"):
-        rate *= (s.scale_with_width / hidden) ** (0.5 if kind == "muon" and role == "matrix" else 1.0)
+        rate *= (s.scale_with_width / hidden) ** (0.5 if OPTIMIZERS[kind].by_matrix and role == "matrix" else 1.0)
     if step + 1 < s.warmup:
         rate *= (step + 1) / s.warmup
     if s.schedule == "constant":

@@ -30,6 +30,7 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
 from meshwright.describe.sharding import Degrees
+from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.mesh import Mesh
@@ -274,6 +275,6 @@ def check_settings(parallel: ParallelModule) -> None:
         if bad:
             what = f"optimizer {name}={getattr(settings, name)} on a module of your own"
             raise MeshwrightError("MW-OWN-001", what, why=why)
-    if fused and parallel.workload.optimizer == "muon":
-        why = f"Muon updates whole matrices, and tp={parallel.plan.tp} cuts '{fused}' in several parts"
-        raise MeshwrightError("MW-OWN-001", "optimizer kind=muon on a module of your own", why=why)
+    if fused and OPTIMIZERS[kind := parallel.workload.optimizer].by_matrix:
+        why = f"It updates whole matrices, and tp={parallel.plan.tp} cuts '{fused}' in several parts"
+        raise MeshwrightError("MW-OWN-001", f"optimizer kind={kind} on a module of your own", why=why)
