@@ -188,6 +188,24 @@ def test_what_is_left_to_the_script_is_listed(tmp_path: Path) -> None:
     )
 
 
+def test_a_model_that_the_settings_do_not_state_is_a_file_or_a_name(tmp_path: Path) -> None:
+    path, world = settings_file("accelerate", tmp_path, {"shard": 4, "zero": 3})
+    shape = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **shape})
+    )
+    notes = reference_of(path, gpus=world, model=str(tmp_path / "config.json")).notes
+    assert any("on one device it needs about" in note for note in notes)
+    with pytest.raises(MeshwrightError, match="nonsense"):
+        reference_of(path, gpus=world, model="nonsense")
+
+
 def test_files_and_commands_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main(["check", "reference", str(EXAMPLES / "megatron-llama3-8b.sh"), "--out", str(tmp_path / "a" / "b")])

@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.describe import catalog
-from meshwright.describe.config import Config
+from meshwright.describe.config import Config, load_model
 from meshwright.describe.files import read_text, write_text
+from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError, shown
 from meshwright.interop.files import SCRIPTS, parse, recognise, script_flags
 from meshwright.interop.keys import INVALID, Framework, Key, Settings, plain
 from meshwright.interop.migrate import FIELDS, has_model, names_model
 from meshwright.interop.reading import SettingsReading, merged_settings, raise_first, understand
+from meshwright.interop.shapes import ShapeKeys
 from meshwright.interop.write import ENDINGS, settings_of, text_of
 from meshwright.predict.prediction import predict
 from meshwright.proof.small import differences, small_copy
@@ -123,7 +125,7 @@ def reference_of(
     """The settings of a reference for the settings in a file, and of the candidate if the model must be shrunk. `out`: where they will be written."""
     settings, args = parse(path)
     framework = recognise(settings, args, path, framework)
-    reading = understand(framework, settings, args, gpus=gpus, model=model)
+    reading = with_model(framework, settings, args, gpus, model)
     raise_first(reading.errors)
     source = SourceSettings(
         Path(path), framework, reading, merged_settings(framework, settings, args), model, Path(out)
@@ -165,6 +167,16 @@ def reference_of(
         source.run("reference", config, on_one_device(candidate)),
         tuple(notes),
     )
+
+
+def with_model(
+    framework: Framework, settings: Mapping[str, Any], args: Sequence[str], gpus: int, model: str
+) -> SettingsReading:
+    """The reading of settings that may leave their model to a script: a name, or a config.json, says it then."""
+    reading = understand(framework, settings, args, gpus=gpus, model=model)
+    if model and not has_model(reading):
+        reading.shape = ShapeKeys(load_model(model), set(Model.model_fields), complete=True, source=model)
+    return reading
 
 
 def on_one_device(config: Config) -> Config:
@@ -274,7 +286,7 @@ class SourceSettings:
         return {"nodes": 1, "gpus_per_node": plan.world, "gpus": plan.world}.get(key.fact)
 
     def understood(self, settings: Settings, world: int) -> SettingsReading:
-        return understand(self.framework, settings, gpus=world, model=self.model)
+        return with_model(self.framework, settings, (), world, self.model)
 
     def unsaid(self, settings: Settings, before: Config, after: Config) -> Iterator[str]:
         """What is read back with another value, or was in the script before."""
