@@ -16,6 +16,7 @@ import torch
 
 import ranks
 import small_training
+from meshwright.check import cpu
 from meshwright.check.compare import compare
 from meshwright.check.folder import RankStep, RecordedValue, Recording
 from meshwright.check.match import nearest
@@ -273,3 +274,10 @@ def test_parts_of_a_parameter_are_cut_one_by_one() -> None:
             box.put(out, seen)
     assert seen.all()
     assert np.array_equal(out, whole)
+
+
+def test_frameworks_are_patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    cpu.install()
+    cpu.install()
+    assert sum(isinstance(finder, cpu.PatchOnImport) for finder in sys.meta_path) == 1

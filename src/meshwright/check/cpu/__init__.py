@@ -55,8 +55,10 @@ class PatchOnImport(MetaPathFinder):
 
 
 def install() -> None:
-    """Patch each framework when it is imported."""
-    sys.meta_path.insert(0, PatchOnImport())
+    """Patch each framework when it is imported, once."""
+    finder = PatchOnImport()  # imports torch, after which the start-up hook may patch first
+    if not any(isinstance(other, PatchOnImport) for other in sys.meta_path):
+        sys.meta_path.insert(0, finder)
 
 
 def patches_of(file: str) -> list[str]:
