@@ -6,10 +6,13 @@ is measured by two perturbed repetitions where the dtype is not float64.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from check_bugs import BUGS
 from check_cases import FAMILIES, PERTURBED, Family, runs
+from environments import ROOT
 from recordings import Training, reference_of
 
 from meshwright.check.compare import compare
@@ -74,6 +77,20 @@ def test_a_layout_that_was_dropped_is_shown(folder: Path, tmp_path: Path) -> Non
     """The Trainer's `fsdp=` becomes DDP on processes of a CPU, without a word."""
     many = Recording.read(Training("hf_trainer", "fsdp2 --dtype fp32", 2).record(tmp_path / "many"))
     assert many.ranks[0]["layout"] == "DistributedDataParallel"
+
+
+def test_the_page_counts_what_the_tables_have() -> None:
+    rows = re.findall(
+        r"^\| ([^|]+) " + r"\| (\d+) " * 7 + r"\|$", (ROOT / "docs" / "check.md").read_text("utf-8"), re.MULTILINE
+    )
+    scripts = {name: {each.script for each in families} for name, families in FAMILIES.items()}
+    names = {"torch": "PyTorch", "torch pipelining": "torch.distributed.pipelining"}
+    expected = []
+    for name, families in FAMILIES.items():
+        by_dtype = [sum(len(each.layouts) for each in families if each.dtype == dtype) for dtype in PERTURBED]
+        planted = sum(bug.script in scripts[name] for bug in BUGS) if name != "a plain loop" else 0
+        expected.append([names.get(name, name), sum(by_dtype), *by_dtype, sum(by_dtype), planted, planted])
+    assert [[name, *map(int, numbers)] for name, *numbers in rows] == expected
 
 
 def test_there_are_eighty_runs_and_eight_of_each_framework() -> None:

@@ -43,7 +43,7 @@ FRAMEWORKS_TRIED = (
     TriedFramework(
         "DeepSpeed", "0.19.8", "ZeRO-0 to ZeRO-3, overlapped reduction, PipelineModule with ZeRO-0 and ZeRO-1",
         "its functions for whole gradients and parameters; optimizer states are not read", "deepspeed",
-        "its fused Adam, which a compiler would have to build: give it an optimizer of PyTorch",
+        "its Adam for offloaded states, which a compiler would have to build",
     ),
     TriedFramework(
         "accelerate", "1.15.0", "DDP, FSDP2", "as PyTorch", "accelerate", "FSDP without --on-cpu: it becomes DDP without a word",
