@@ -24,6 +24,7 @@ from meshwright.view.page.traced import document
 from meshwright.view.report import page as report
 from web.browser import shows, until
 from web.running import start, stop
+from web.test_page_views import violations
 
 Open = Callable[..., Any]
 CONFIG = load("examples/demo-dp2-tp2.toml")
@@ -139,6 +140,7 @@ def test_a_report_opens_from_disk_and_compares_runs(open_page: Open, tmp_path: P
     assert page.locator("#inputs").is_hidden()
     page.get_by_label("Draw second").check()
     shows(page, "second", "#view .legend")
+    assert violations(page) == []  # the colours of runs are legible as text
     page.get_by_role("link", name="Faults and checkpoints").click()
     for title in ("When it trained", "Attempts of first", "Events of second"):
         shows(page, title, "#view")

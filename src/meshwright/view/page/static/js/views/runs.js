@@ -211,10 +211,10 @@ function events(body, run, several) {
     { title: "first step", key: "resumed_from", text: (v) => format.whole(v ?? 0), align: "right" },
     { title: "ended", key: "ended", text: (v) => (v ? clock(v) : "–") },
     { title: "cause", key: "cause", text: (v) => v ?? "" },
-  ], attempts, { name: "Attempts" })));
+  ], attempts, { name: `Attempts${of}` })));
   const what = [{ title: "time", key: "time", text: clock }, { title: "step", key: "step", text: format.whole, align: "right" }, { title: "event", key: "text" }];
-  if (others.length) body.append(panel(`Events${of}`, "The newest first.", table(what, others, { name: "Events" })));
-  if (saves.length) body.append(panel(`Checkpoints${of}`, "The newest first. Time from the beginning of a save to its end; training goes on meanwhile.", table([...what.slice(0, 2), { title: "took", key: "seconds", text: (v) => (v ? format.seconds(v) : "–"), align: "right" }, what[2]], saves, { name: "Checkpoints" })));
+  if (others.length) body.append(panel(`Events${of}`, "The newest first.", table(what, others, { name: `Events${of}` })));
+  if (saves.length) body.append(panel(`Checkpoints${of}`, "The newest first. Time from the beginning of a save to its end; training goes on meanwhile.", table([...what.slice(0, 2), { title: "took", key: "seconds", text: (v) => (v ? format.seconds(v) : "–"), align: "right" }, what[2]], saves, { name: `Checkpoints${of}` })));
   if (!others.length && !saves.length) body.append(h("p", { class: "empty" }, `Nothing happened${several ? ` in ${run.name}` : ""} beside training: no fault, no checkpoint.`));
 }
 
