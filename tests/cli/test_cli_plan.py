@@ -8,6 +8,8 @@ import re
 import pytest
 
 from meshwright.cli import main
+from meshwright.cli.plan import UserPlan
+from meshwright.view import plan as view
 
 SMALL = ["plan", "gpt3-2.7b", "--cluster", "dgx-a100", "--nodes", "2", "--batch", "64", "--seq", "1024"]
 NARROW = [*SMALL, "--without", "pp,cp"]  # a third of the time, where any search will do
@@ -246,3 +248,10 @@ def test_a_case_study_as_json_is_one_document(capsys):
     data = json.loads(run(capsys, "plan", "--case", "mixtral", "--json"))
     assert data["case"] == "mixtral"
     assert data["step_time_s"] > 0
+
+
+def test_a_compared_file_is_read_for_the_gpus_of_the_question():
+    user_plan = UserPlan("examples/settings/torchtitan-llama3-70b.toml")
+    assert user_plan.for_gpus(128).world == user_plan.reading.gpus == 128
+    assert not [line for line in user_plan.reading.assembled.assumed if line.startswith("GPUs")]
+    assert view.show(25e6, "bucket") == "25 MB"

@@ -135,6 +135,9 @@ class UserPlan:
             self.plan = load_plan(path)
 
     def for_gpus(self, gpus: int) -> Any:
+        """The plan on so many GPUs, which the settings need not state."""
+        if self.reading is not None:
+            self.reading = read_settings(self.path, gpus=gpus)
         return self.plan or load_user_plan(self.path, gpus)
 
 

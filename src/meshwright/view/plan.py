@@ -14,7 +14,7 @@ from meshwright.planner.advice import explain as why
 from meshwright.planner.advice.sensitivity import Sensitivity
 from meshwright.planner.result import PlanComparison, Result
 from meshwright.planner.sizing import Sizing
-from meshwright.units import counted, format_count, format_seconds
+from meshwright.units import counted, format_count, format_decimal_bytes, format_seconds
 from meshwright.view import estimate as view
 from meshwright.view import goodput
 from meshwright.view.estimate import on_own_trainer, uncalibrated
@@ -188,7 +188,7 @@ def comparison(r: Result, c: PlanComparison, name: str) -> RenderableType:
     if c.user is None:
         return Panel(Text(c.refused, "red"), title=f"{name} is not legal here", title_align="left", border_style="red")
     user, best = c.user.prediction, c.best.prediction
-    fields = [(field, show(a), show(b)) for field, (a, b) in c.fields.items()]
+    fields = [(field, *(show(value, field) for value in pair)) for field, pair in c.fields.items()]
     table = titled(f"{name} versus the winner", ("", ">yours", ">winner"), fields)
     table.add_section()
     table.add_row("step", format_seconds(user.step_time_s, 4), format_seconds(best.step_time_s, 4))
@@ -211,7 +211,9 @@ def verdict(c: PlanComparison, headroom: float) -> str:
     return f"yours is {100 * c.slower:.1f}% slower: {why.itemised(c.parts, best.step_time_s, most=5)}"
 
 
-def show(value: object) -> str:
+def show(value: object, field: str = "") -> str:
+    if field == "bucket" and isinstance(value, float):
+        return format_decimal_bytes(value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

@@ -27,7 +27,6 @@ EXCLUDED = {"adapters": GRADIENTS, "cuda_graphs": MICROBATCH, "packed_seq": MICR
 SHARDS = ("replicate", "shard", "zero", "bucket", "wrap", "reduce")
 FIELDS = {
     "adapters": SHARDS, "cuda_graphs": ("microbatch",), "packed_seq": ("microbatch",), "dispatcher": ("ep", "expert_tp"),
-    "offload_layers": ("offload",), "offloads_modules": ("offload",),
 }  # fmt: skip
 
 
@@ -46,7 +45,10 @@ def slow_patterns(verdict: RecipeVerdict) -> list[Finding]:
     if reading is None or not verdict.legal or verdict.fits is False or not reading.gpus or not reading.shape.complete:
         return []
     entry = catalog_cluster(reading.hardware)
-    if not entry or not reading.facts.get("seq"):
+    offloads_a_part = reading.facts.get("offload_layers") or reading.facts.get(
+        "offloads_modules"
+    )  # a plan offloads all
+    if not entry or not reading.facts.get("seq") or offloads_a_part:
         return []
     try:
         cluster = catalog.load("clusters", entry).with_gpus(reading.gpus)
