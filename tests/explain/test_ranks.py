@@ -265,6 +265,7 @@ def test_what_a_trace_lacks_is_said(tmp_path):
     doubts = RecognisedTrace(read_traces([tmp_path])[0]).doubts
     assert "1 of 2 launched kernels are not in the trace" in doubts[0]
     assert "no backward pass" in doubts[1]
+    assert "no backward pass" in beside_plan(explain_traces(read_traces([tmp_path]))).what
     real = RecognisedTrace(read_traces([Path(__file__).parent / "traces" / "gpu-item-rank-0.json.gz"])[0])
     assert real.doubts == []
 
