@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ranks
 from meshwright.cost.memory import memory
@@ -20,7 +21,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.lower.recompute import layers_to_recompute, resolve_recompute_budget
 from meshwright.lower.step import step_program
 from meshwright.models import build
-from meshwright.parallel.recompute import memory_of, recompute, recompute_plan
+from meshwright.models.attention import Geometry
+from meshwright.parallel.recompute import memory_of, recompute, recompute_plan, recomputed
 from meshwright.planner.advice.lint import check as lint
 from meshwright.predict.estimate import estimate
 from meshwright.predict.prediction import USABLE_MEMORY, peak, predict, resolve_recompute
@@ -279,3 +281,39 @@ def test_running_statistics_count_a_batch_once():
         module(x).square().sum().backward()
     for a, b in zip(plain.buffers(), layer.buffers(), strict=True):
         assert torch.equal(a, b)
+
+
+class _LosesExceptions:
+    """What torch 2.11 does with an exception of a hook inside of `Function.apply`."""
+
+    def __init__(self, always: bool = False) -> None:
+        self.calls, self.always = 0, always
+
+    def __call__(self, x):
+        self.calls += 1
+        if self.always and self.calls > 1:
+            raise SystemError("apply returned NULL without setting an exception")
+        try:
+            return (x * x).exp()
+        except Exception:
+            raise SystemError("apply returned NULL without setting an exception") from None
+
+
+def test_a_rerun_that_has_all_tensors_may_lose_its_exception():
+    x = torch.ones(3, requires_grad=True)
+    recomputed(_LosesExceptions())(x).sum().backward()
+    assert torch.equal(x.grad, 2 * torch.exp(torch.ones(3)))
+    out = recomputed(_LosesExceptions(always=True))(torch.ones(3, requires_grad=True))
+    with pytest.raises(SystemError):
+        out.sum().backward()
+
+
+def test_what_attention_keeps_is_found_on_the_present_gpu():
+    """Prepared for "cuda", found for tensors of "cuda:0": otherwise forward and rerun of a compiled layer are two graphs."""
+    geometry = Geometry(MODEL)
+    with FakeTensorMode():
+        geometry.prepare(8, torch.float32, torch.device("cuda"))
+        before = set(geometry._cache)
+        geometry.angles(8, torch.float32, torch.empty(1, device="cuda").device)
+    assert before
+    assert set(geometry._cache) == before

@@ -235,15 +235,13 @@ class Geometry:
             self._cache[key] = factor_S[:, None].to(device, at_least_single(dtype))
         return self._cache[key]
 
-    def constants(self) -> list[Tensor]:
-        """Everything that was computed once and is kept."""
-        return list(self._cache.values())
-
     def _positions(self, length: int) -> Tensor:
         return torch.arange(length) if self.position_ids is None else self.position_ids.cpu()
 
     def prepare(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Compute what attention keeps for a length, outside of a compiled graph: the graph would compute it in every layer."""
+        """Compute what attention keeps for a length, outside of a compiled graph: the graph would compute it in every layer, and that of
+        a recomputed layer, which finds it, would be another one."""
+        device = torch.empty(0, device=device).device  # "cuda" is the present GPU, as the inputs of attention say
         for layer in range(self.model.layers):
             positions, rule = positions_of(self.model, layer), rule_of(self.model, layer)
             if positions.rotated:

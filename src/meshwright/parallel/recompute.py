@@ -28,7 +28,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +38,6 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.models.attention import Geometry
 from meshwright.models.step_context import current, within
 
 
@@ -118,27 +116,17 @@ class _Call:
         self.random = RandomState.of(self.device)
         self.autocast = torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)
         self.context = current()  # dropout reads the samples of the step from it
-        parts = module.modules() if module is not None else ()
-        found = {id(g): g for g in (getattr(part, "geometry", None) for part in parts) if isinstance(g, Geometry)}
-        self.geometries = list(found.values())
         self.own: set[int] = set()
         self.handles: list[weakref.ref[_Handle]] = []
         self.values: weakref.WeakKeyDictionary[_Handle, Tensor] = weakref.WeakKeyDictionary()
 
     def weights(self) -> set[int]:
-        """The storages of the module's parameters."""
+        """The storages of the module's parameters, of which nothing is recomputed. Two compiled graphs of one function, that of the forward and
+        that of its rerun, may save them at other places among the activations."""
         return {storage_address(p) for p in self.module.parameters()} if self.module is not None else set()
 
-    def is_constant(self, tensor: Tensor) -> bool:
-        """Whether a saved tensor is a parameter, or the angles of positions, which the first forward computes and keeps. Nothing of these is
-        recomputed, and two compiled graphs of one function, that of the forward and that of its rerun, may save them at other places among the
-        activations."""
-        address = storage_address(tensor)
-        angles = (kept for geometry in self.geometries for kept in geometry.constants())
-        return address in self.own or any(storage_address(kept) == address for kept in angles)
-
     def pack(self, tensor: Tensor) -> _Handle | Tensor:
-        if self.is_constant(tensor):
+        if storage_address(tensor) in self.own:
             return tensor
         handle = _Handle(tensor)
         self.handles.append(weakref.ref(handle))
@@ -167,10 +155,11 @@ class _Call:
         handles = enumerate([h() for h in self.handles])
         last = max(i for i, h in enumerate(self.handles) if h() is not None)
 
-        self.own = self.weights()
+        own = self.weights()
+        filled: list[bool] = []
 
         def collect(tensor: Tensor) -> None:
-            if self.is_constant(tensor):
+            if storage_address(tensor) in own:
                 return
             number, handle = next(handles)
             if handle is not None and handle.kind != (tensor.shape, tensor.dtype):
@@ -180,6 +169,7 @@ class _Call:
             if handle is not None:
                 self.values[handle] = tensor.detach()
             if number == last:
+                filled.append(True)
                 raise _AllFilled
 
         buffers = [(b, b.clone()) for b in self.module.buffers()] if self.module is not None else []
@@ -188,8 +178,12 @@ class _Call:
         with torch.random.fork_rng(devices=cuda), torch.enable_grad(), scope:
             self.random.restore()
             autocast = torch.autocast(self.device.type, dtype=self.autocast[1], enabled=self.autocast[0])
-            with suppress(_AllFilled), autocast, saved_tensors_hooks(collect, lambda tensor: tensor):
-                self.function(*args)
+            try:
+                with autocast, saved_tensors_hooks(collect, lambda tensor: tensor):
+                    self.function(*args)
+            except (_AllFilled, SystemError):  # torch < 2.13 loses what a hook raises inside of `Function.apply`
+                if not filled:
+                    raise
         for buffer, before in buffers:
             buffer.copy_(before)
 
