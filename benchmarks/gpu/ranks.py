@@ -95,7 +95,7 @@ def config_of(name: str, tiny: bool, eager: bool = False) -> Any:
     cluster = CLUSTER
     if tiny:
         plan = {**plan, "param_dtype": "fp32", "grad_dtype": "fp32", "state_dtype": "fp32", "master": False}
-    config = Config.from_parts(shape, cluster, "torch-eager" if eager else "meshwright", workload, plan)
+    config = Config.from_parts(shape, cluster, "meshwright-eager" if eager else "meshwright", workload, plan)
     return completed(config.but(run=config.run.but(compile="off")) if eager else config, STEPS)
 
 

@@ -31,7 +31,7 @@ def trained(config: Config, folder: Path) -> Config:
     ("parts", "stack"),
     [
         ({}, "meshwright"),
-        ({"run": {"compile": "off"}}, "torch-eager"),
+        ({"run": {"compile": "off"}}, "meshwright-eager"),
         ({"cluster": "laptop", "plan": {**PLAN, "shard": 2}}, "gloo-cpu"),
         ({"plan": {**PLAN, "recompute": "auto"}}, "meshwright"),
     ],

@@ -401,7 +401,7 @@ def table(part: Described) -> dict[str, Any]:
 #     meshwright     on GPUs
 
 OURS = "meshwright"  # our trainer, where a framework is named (`--for`), and its stack on GPUs
-OWN_STACKS = (OURS, "gloo-cpu")  # stacks that describe nothing but our trainer
+OWN_STACKS = (OURS, f"{OURS}-eager", "gloo-cpu")  # stacks that describe nothing but our trainer
 
 
 def is_typical(stack: Stack) -> bool:
@@ -411,7 +411,7 @@ def is_typical(stack: Stack) -> bool:
 
 def own_stack(device: str, compiled: bool = True) -> Stack:
     """Return the stack of our trainer on a kind of device: "cpu", or the name of a GPU."""
-    name = "gloo-cpu" if device == "cpu" else OURS if compiled else "torch-eager"
+    name = "gloo-cpu" if device == "cpu" else OURS if compiled else f"{OURS}-eager"
     stack: Stack = catalog.load("stacks", name)
     return stack
 
