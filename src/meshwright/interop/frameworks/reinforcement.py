@@ -5,9 +5,11 @@ Their memory holds generation engines and reference models beside training, so i
 
 from meshwright.interop.keys import SWITCH, Facts, Framework, Key, Table, rows
 
-ACTOR, MEGATRON = "actor_rollout_ref.actor.", "actor_rollout_ref.actor.megatron."
-POLICY = "policy."
-ANY_KEY = (r".",)
+ACTOR, POLICY = "actor_rollout_ref.actor.", "policy."
+DEGREES = (
+    ("tensor_model_parallel_size", "tp"), ("pipeline_model_parallel_size", "pp"), ("context_parallel_size", "cp"),
+    ("expert_model_parallel_size", "ep"), ("expert_tensor_parallel_size", "expert_tp"),
+)  # fmt: skip
 
 
 def _derive(facts: Facts) -> None:
@@ -22,16 +24,14 @@ VERL = Framework(
     form="yaml",
     table=Table(
         keys=(
-            Key("actor_rollout_ref.model.path", "model"),
             *rows((
-                ("tensor_model_parallel_size", "tp"), ("pipeline_model_parallel_size", "pp"), ("context_parallel_size", "cp"),
-                ("expert_model_parallel_size", "ep"), ("expert_tensor_parallel_size", "expert_tp"),
-            ), prefix=MEGATRON),
+                ("actor_rollout_ref.model.path", "model"), (ACTOR + "ppo_micro_batch_size_per_gpu", "microbatch"),
+                ("trainer.n_gpus_per_node", "gpus_per_node"), ("trainer.nnodes", "nodes"),
+            )),
+            *rows(DEGREES, prefix=ACTOR + "megatron."),
             Key(ACTOR + "strategy", "sharding", match=(("megatron", "optimizer"), ("fsdp", "parameters"))),
-            Key(ACTOR + "ppo_micro_batch_size_per_gpu", "microbatch"),
-            Key("trainer.n_gpus_per_node", "gpus_per_node"), Key("trainer.nnodes", "nodes"),
         ),
-        not_modelled=ANY_KEY,
+        not_modelled=(r".",),
         derive=_derive,
     ),
 )  # fmt: skip
@@ -42,18 +42,15 @@ NEMO_RL = Framework(
     form="yaml",
     table=Table(
         keys=(
-            Key(POLICY + "model_name", "model"),
-            Key(POLICY + "dtensor_cfg.tensor_parallel_size", "tp"), Key(POLICY + "dtensor_cfg.context_parallel_size", "cp"),
+            *rows((("tensor_parallel_size", "tp"), ("context_parallel_size", "cp"), ("dp_replicate_size", "replicate")), prefix=POLICY + "dtensor_cfg."),
             Key(POLICY + "dtensor_cfg.sequence_parallel", "sp", words=SWITCH),
-            Key(POLICY + "dtensor_cfg.dp_replicate_size", "replicate"),
-            # A file has both sections, and the one that is off has degrees of 1.
-            *(Key(POLICY + f"megatron_cfg.{name}", fact, unset=(1,)) for name, fact in (
-                ("tensor_model_parallel_size", "tp"), ("pipeline_model_parallel_size", "pp"), ("context_parallel_size", "cp"),
-                ("expert_model_parallel_size", "ep"), ("expert_tensor_parallel_size", "expert_tp"))),
-            Key(POLICY + "max_total_sequence_length", "seq"), Key(POLICY + "train_micro_batch_size", "microbatch"),
-            Key("cluster.gpus_per_node", "gpus_per_node"), Key("cluster.num_nodes", "nodes"),
+            *rows(DEGREES, prefix=POLICY + "megatron_cfg.", unset=(1,)),  # the section that is off has degrees of 1
+            *rows((
+                (POLICY + "model_name", "model"), (POLICY + "max_total_sequence_length", "seq"), (POLICY + "train_micro_batch_size", "microbatch"),
+                ("cluster.gpus_per_node", "gpus_per_node"), ("cluster.num_nodes", "nodes"),
+            )),
         ),
-        not_modelled=ANY_KEY,
+        not_modelled=(r".",),
         derive=_derive,
     ),
     names=("NeMo RL", "NeMo-Reinforcer"),
