@@ -23,6 +23,7 @@ MODELER = {
 }
 TP8 = {"tp": 8, "sp": True, "zero": 1}
 NEOX = {**TP8, "pp": 2, "shard": 4, "recompute": "selective"}
+MIXTRAL = {"ep": 8, "shard": 64, "zero": 1, "recompute": "selective"}
 # By group: title, what it shows, model, cluster, GPUs, batch, sequence, plan, view.
 TYPICAL: dict[str, tuple[tuple[Any, ...], ...]] = {
     "Examples": (
@@ -36,7 +37,7 @@ TYPICAL: dict[str, tuple[tuple[Any, ...], ...]] = {
         ("70B: tp 8 × pp 8 × dp 8", "3D parallelism on 512 GPUs", "llama2-70b", H100, 512, 1024, 4096, {**TP8, "pp": 8, "shard": 8}),
         ("70B: tp 8 × pp 4 × cp 2", "a sequence cut in two on 64 GPUs", "llama2-70b", H100, 64, 128, 16384, {**TP8, "pp": 4, "cp": 2, "zero": 0}),
         ("GPT-3 175B: tp 8 × pp 8 × dp 16", "on 1,024 GPUs", "gpt3-175b", A100, 1024, 1536, 2048, {**TP8, "pp": 8, "shard": 16}),
-        ("Mixtral 8×7B with ep 8", "experts across a node", "mixtral-8x7b", H100, 64, 512, 4096, {"ep": 8, "shard": 64, "zero": 1, "recompute": "selective"}),
+        ("Mixtral 8×7B with ep 8", "experts across a node", "mixtral-8x7b", H100, 64, 512, 4096, MIXTRAL),
     ),
 }  # fmt: skip
 
