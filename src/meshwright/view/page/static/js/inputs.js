@@ -197,7 +197,7 @@ function readOnly() {
 const show = () => widgets.forEach((f) => f());
 
 // The choices are asked for once the views have their first answers and no other change has come: computing them never delays a view.
-const PAUSE_MS = 120;
+const PAUSE_MS = 30;
 
 /** Show a new state now, and later what can be chosen in it. */
 export function update() {
