@@ -57,6 +57,7 @@ def test_json_records_say_the_same_without_lines(tmp_path):
     assert {waiting.place for waiting in report.waiting} == {""}
 
 
+@pytest.mark.slow  # four processes that import torch
 def test_a_program_that_hangs_now_is_explained(tmp_path):
     """The formats are those of the installed torch."""
     words = [sys.executable, str(HERE / "hanging.py"), "missing", str(tmp_path), str(tmp_path / "store"), "1"]
