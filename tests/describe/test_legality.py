@@ -183,6 +183,11 @@ EXAMPLES = {
     "positions_are_learned": ({"replicate": 8}, LEARNED, {"seq": 65}),
     "gathered_columns_divide": ({"tp": 8, "tp_form": "all-gather"}, LLAMA.but(hidden=4100, head_dim=128), {}),
     "sequence_gathers_are_trained": ({"tp": 8, "sp": True, "gather_dtype": "fp8"}, None, {}),
+    "absolute_threshold_needs_unscaled_gradients": (
+        {"replicate": 8, "param_dtype": "fp16", "compression": "absolute-threshold"},
+        LLAMA,
+        {"precision": "fp16"},
+    ),
     "adam_needs_range": ({"tp": 8, "param_dtype": "fp16", "master": False}, LLAMA, {"precision": "fp16"}),
     "row_scaling_needs_fp8": ({"replicate": 8}, LLAMA, {"scaling": "row"}),
     "row_scaling_needs_whole_rows": ({"tp": 8}, LLAMA, {"scaling": "row", "precision": "fp8"}),
@@ -378,3 +383,18 @@ def test_adam_in_fp16_without_masters_is_refused() -> None:
         config(workload={"precision": "fp16", "optimizer": optimizer}, **fp16).check_trainable()
     config(replicate=8, param_dtype="bf16", master=False).check_trainable()
     config(workload={"precision": "fp16", "optimizer": "adam"}, **fp16).check()  # other frameworks keep fp32 moments
+
+
+def test_an_absolute_threshold_needs_gradients_without_a_scale() -> None:
+    """fp16 training multiplies the loss, and a fixed threshold would change its meaning with it; any other dtype is trained."""
+    from meshwright.api import load
+
+    def trained(**plan):
+        workload = {"precision": plan.get("param_dtype", "bf16")}
+        c = load("gpt2-xl", cluster="dgx-h100", plan={"replicate": 8, **plan}, workload=workload, batch=8, seq=128)
+        return legality.not_trained(c.plan, c.model, c.workload, c.stack)
+
+    fixed = {"compression": "absolute-threshold", "compression_threshold": 1e-3}
+    assert trained(**fixed, param_dtype="fp16").code == "MW-COMP-004"
+    assert trained(**fixed) is None
+    assert trained(compression="threshold", param_dtype="fp16") is None

@@ -38,7 +38,7 @@ MODELS = {
 # In `make soak`: "tied" has all that "gpt" has, "mixed" what "moe" has; the others, with many kinds of layers, are modelled only.
 SOAKED = ("gpt", "moe", "hybrid", "compressed")
 SMALL = 1e5  # a bucket: many a stage
-LOSSY = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
+LOSSY = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "absolute-threshold", "powersgd")
 PIPELINES = [
     {"schedule": s, "virtual": v}
     for s, v in (

@@ -16,7 +16,7 @@ from meshwright.proof.emulation.lossy_sum import to_rows
 from meshwright.proof.prove import prove
 from one_process import emulate, run_together
 
-NAMES = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
+NAMES = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "absolute-threshold", "powersgd")
 WITH_FEEDBACK = NAMES[2:]
 OPTIONS = {"ratio": 0.1, "rank": 2, "threshold": 1.5, "seed": 3}
 SHAPES = ((6, 10), (7,), (3, 4, 5), (12, 5), (1,))
@@ -141,6 +141,9 @@ def test_each_is_what_its_definition_says():
     assert torch.equal(alone("top-k", a, b), largest)
     above = sum(torch.where(g.abs() >= 1.5 * g.square().mean().sqrt(), g, 0.0) for g in (a, b))
     assert torch.equal(alone("threshold", a, b), above)
+    fixed = sum(torch.where(g.abs() >= 1.5, g, 0.0) for g in (a, b))
+    assert 0 < (fixed != 0).sum() < fixed.numel()
+    assert torch.equal(alone("absolute-threshold", a, b), fixed)
     some = alone("random-k", a, b)
     assert (some != 0).sum() == k
     assert torch.equal(some[some != 0], (a + b)[some != 0])

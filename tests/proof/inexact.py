@@ -20,6 +20,7 @@ KINDS: dict[str, Fields] = {
 KINDS["top-k"] |= {"compression_ratio": 0.1}
 KINDS["random-k"] |= {"compression_ratio": 0.1}
 KINDS["powersgd"] = {"compression": "powersgd", "compression_rank": 2}
+KINDS["absolute-threshold"] = {"compression": "absolute-threshold", "compression_threshold": 2e-4}
 
 
 def combined(i: int, kind: Fields) -> list[tuple[str, Fields]]:
@@ -41,7 +42,14 @@ def combined(i: int, kind: Fields) -> list[tuple[str, Fields]]:
 
 
 # Compressors of one class: one of each class is enough for the daily run.
-SAME_CLASS = (("fp16", "bf16"), ("int8", "int4", "fp8"), ("top-k",), ("random-k",), ("threshold",), ("powersgd",))
+SAME_CLASS = (
+    ("fp16", "bf16"),
+    ("int8", "int4", "fp8"),
+    ("top-k",),
+    ("random-k",),
+    ("threshold", "absolute-threshold"),
+    ("powersgd",),
+)
 COMPRESSED = [layout for i, kind in enumerate(KINDS.values()) for layout in combined(i, kind)]
 COMPRESSED += [
     ("gpt", {**DP, "tp": 2, "comm_dtype": "fp8", "microbatch": 2}),

@@ -11,7 +11,7 @@ from meshwright.proof.emulation import fp8_products
 from meshwright.proof.emulation.compressors import compressed_sum
 from meshwright.proof.emulation.update import rounded
 
-KINDS = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
+KINDS = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "absolute-threshold", "powersgd")
 OPTIONS = {"compression_ratio": 0.1, "compression_rank": 2, "compression_threshold": 1.5}
 SHAPES = [(0, (6, 5)), (30, (7,)), (37, (4, 3, 2))]
 LENGTH = 61
@@ -71,6 +71,8 @@ def test_an_emulated_reduce_scatter_equals_that_of_the_ranks(kind):
         ("top-k", [4.0, 0.0, 0.0, 0.0], False),  # whichever zero is sent
         ("threshold", [3.0, 1.0, 1.0, 1.0], False),
         ("threshold", [1.0, 1.0, 1.0, 1.0], True),
+        ("absolute-threshold", [3.0, 2.0, 0.5, 0.5], False),
+        ("absolute-threshold", [3.0, 1.0, 0.5, 0.5], True),
     ],
 )
 def test_values_between_which_rounding_decides_are_noted(kind, values, tied):

@@ -12,6 +12,7 @@ from kinds import covering, exact_kinds, lossy_kinds
 from torch.torch_version import TorchVersion
 
 import ranks
+from meshwright.describe.variants import COMPRESSIONS
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.pipeline import check_split_products, drops_custom_functions
 from meshwright.parallel.stages import program_of
@@ -140,7 +141,10 @@ DATA = {
 
 def data_decides(layout):
     plan, model = layout.plan, layouts.MODELS[layout.model]
-    return {traffic.ROUTED: bool(model.experts) and plan.ep * plan.etp > 1, traffic.PASSED: plan.wire == "threshold"}
+    return {
+        traffic.ROUTED: bool(model.experts) and plan.ep * plan.etp > 1,
+        traffic.PASSED: COMPRESSIONS[plan.wire].counts_values,
+    }
 
 
 def in_sets(every):

@@ -117,12 +117,13 @@ class Plan(PlanFields):
         if self.recompute_budget:
             words.append(f"activations up to {format_decimal_bytes(self.recompute_budget)}")
         options = COMPRESSIONS[self.compression].options
+        absolute = self.compression == "absolute-threshold"
         if "compression_ratio" in options:
-            words.append(f"{self.compression_ratio:.3g} of them sent")
+            words.append(f"{self.compression_ratio:.3g} of them {'expected' if absolute else 'sent'}")
         if "compression_rank" in options:
             words.append(f"rank {self.compression_rank}")
         if "compression_threshold" in options:
-            words.append(f"above {self.compression_threshold:g}× their root mean square")
+            words.append(f"above {self.compression_threshold:g}{'' if absolute else '× their root mean square'}")
         if self.overlap is not None:
             words.append(f"overlap {'+'.join(self.overlap) or 'nothing'}")
         if self.order:

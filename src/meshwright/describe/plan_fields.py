@@ -112,9 +112,9 @@ class PlanFields(Described):
     compression: CompressionName = "none"
     """compression of gradients"""
     compression_ratio: float = Field(default=0.01, gt=0, le=1)
-    """top-k, random-k: share of elements sent"""
+    """top-k, random-k: share of elements sent; absolute-threshold: share that a prediction expects above the threshold"""
     compression_threshold: float = Field(default=2.0, gt=0)
-    """threshold: values above this many times their root mean square are sent"""
+    """threshold: values above this many times their root mean square are sent; absolute-threshold: values above this number"""
     compression_rank: Size = 4
     """PowerSGD: rank of the approximation"""
     offload: Offload = "none"

@@ -294,6 +294,13 @@ COMPRESSIONS: Registry[Compression] = Registry(
     Compression(
         "threshold", "the values above τ times the root mean square", 5.0, counts_values=True, options=(THRESHOLD,)
     ),
+    Compression(
+        "absolute-threshold",
+        "the values above τ, whatever their root mean square; predicted with the share that is expected to pass",
+        4.0,
+        counts_values=True,
+        options=(THRESHOLD, RATIO),
+    ),
 )
 CompressionName = Annotated[str, NameIn(COMPRESSIONS)]
 

@@ -8,6 +8,7 @@
     random-k           ⌈r·n⌉ values, at least one; all ranks draw the same indices, so the values are summed on the wire
     threshold          a count of 8 bytes, then as many (value, index) pairs as the fullest rank has above its threshold: without
                        a measurement, as many as a normal distribution has beyond τ standard deviations
+    absolute-threshold as threshold; without a measurement ⌈r·n⌉ values, the share that the plan expects
     powersgd           r·m of each m × n matrix and, whole, whatever would not shrink; then r·n of each matrix
 
 Under ZeRO each rank needs only its shard of the sum (`scattered`). What can be summed on the wire is reduce-scattered, PowerSGD's
@@ -137,6 +138,12 @@ def above_threshold(r: Request) -> Exchanges:
     return [("all_gather", r.ranks * COUNT_BYTES), (r.exchanged, r.ranks * most * (r.width + INDEX_BYTES))]
 
 
+def above_absolute(r: Request) -> Exchanges:
+    """Without a measurement as many values as the plan expects: no distribution says how large gradients are."""
+    most = kept(r.part, r.options.compression_ratio) if r.passed is None else r.passed
+    return [("all_gather", r.ranks * COUNT_BYTES), (r.exchanged, r.ranks * most * (r.width + INDEX_BYTES))]
+
+
 def two_factors(r: Request) -> Exchanges:
     first, second = r.factors
     return [("all_reduce", first * r.width), ("all_reduce", second * r.width)]
@@ -234,4 +241,5 @@ COMPRESSIONS.provide("fp8", wire=quantised, buffers=partial(quantised_buffers, t
 COMPRESSIONS.provide("top-k", wire=largest_values, buffers=largest_values_buffers)
 COMPRESSIONS.provide("random-k", wire=random_values, buffers=random_values_buffers)
 COMPRESSIONS.provide("threshold", wire=above_threshold, buffers=above_threshold_buffers)
+COMPRESSIONS.provide("absolute-threshold", wire=above_absolute, buffers=above_threshold_buffers)
 COMPRESSIONS.provide("powersgd", wire=two_factors, buffers=two_factors_buffers)

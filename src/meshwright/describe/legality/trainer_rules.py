@@ -10,10 +10,11 @@ from meshwright.describe.legality.plan_rules import GATHERED
 from meshwright.describe.legality.run_rules import FP8_GATHERS
 from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import DTYPES
-from meshwright.describe.variants import ATTENTIONS, OPTIMIZERS
+from meshwright.describe.variants import ATTENTIONS, COMPRESSIONS, OPTIMIZERS
 
 TRAINED_DTYPES = ("fp32", "fp64", "bf16", "fp16")  # parameter dtypes that `train` runs
 FP16 = DTYPES.index("fp16")
+ABSOLUTE = COMPRESSIONS.names.index("absolute-threshold")
 NOT_TRAINED = tuple(DTYPES.index(dtype) for dtype in DTYPES if dtype not in TRAINED_DTYPES)
 
 
@@ -162,6 +163,17 @@ def products_are_trained(p: Case) -> Reading:
         why="Products are computed in the parameters' dtype, or in fp8",
         valid=[dtype, "fp8", *["tf32"] * (dtype == "fp32")],
         fixes=[*[{"plan.param_dtype": precision}] * (precision in TRAINED_DTYPES), {"workload.precision": dtype}],
+    )
+
+
+@rule("MW-COMP-004", "dtypes")
+def absolute_threshold_needs_unscaled_gradients(p: Case) -> Reading:
+    yield (p.param_dtype == FP16) & (p.compression == ABSOLUTE)
+    yield Problem(
+        "plan.compression=absolute-threshold with plan.param_dtype=fp16",
+        why="The loss is scaled in fp16, and gradients with it: a threshold would mean another number in every step",
+        valid=["param_dtype=bf16", "compression=threshold", "compression=top-k"],
+        fixes=[{"plan.compression": "threshold"}, {"plan.param_dtype": "bf16", "workload.precision": "bf16"}],
     )
 
 

@@ -101,8 +101,9 @@ class SparseSum(CompressedSum):
         return sum_of(sent), [torch.where(mask, 0.0, x) for x, mask in zip(xs, masks, strict=True)]
 
     def mask(self, x: torch.Tensor, index: int, drawn: int) -> torch.Tensor:
-        if self.plan.wire == "threshold":
-            least = self.plan.compression_threshold * x.pow(2).mean().sqrt()
+        if self.plan.wire in ("threshold", "absolute-threshold"):
+            size = x.pow(2).mean().sqrt() if self.plan.wire == "threshold" else x.new_ones(())
+            least = self.plan.compression_threshold * size
             self.tied |= bool(((x.abs() - least).abs() <= TIE * least).any() and least > 0)
             return x.abs() >= least
         length = x.shape[-1]
@@ -179,6 +180,6 @@ COMPRESSIONS.provide("fp16", emulate=lambda plan, backwards: CastSum(torch.float
 COMPRESSIONS.provide("bf16", emulate=lambda plan, backwards: CastSum(torch.bfloat16, backwards))
 for name in LARGEST:
     COMPRESSIONS.provide(name, emulate=lambda plan, backwards: QuantisedSum(plan.wire))
-for name in ("top-k", "random-k", "threshold"):
+for name in ("top-k", "random-k", "threshold", "absolute-threshold"):
     COMPRESSIONS.provide(name, emulate=lambda plan, backwards: SparseSum(plan))
 COMPRESSIONS.provide("powersgd", emulate=lambda plan, backwards: PowerSum(plan.compression_rank))

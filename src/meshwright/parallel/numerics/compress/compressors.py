@@ -5,6 +5,7 @@
     top-k         the k largest values and their indices        1% with 4-byte indices: 50×, with 8-byte: 33×
     random-k      k values at indices that are equal on all ranks: not sent 1%: 100×
     threshold     the values above τ times the root mean square            τ = 2 of normal ones: 4.6%, 11×
+    absolute-threshold   the values above τ                                 as many as there are
     powersgd      two factors of rank r for each matrix (`powersgd`)       m·n / r(m + n)
 
 The ratio is not the gain. A ring all-reduce sends 2(P−1)/P·n from each rank. What can be summed on its way (casts,
@@ -65,4 +66,5 @@ COMPRESSIONS.provide("fp8", make=lambda **options: Quantised("fp8"))
 COMPRESSIONS.provide("top-k", make=lambda ratio, **options: TopK(ratio))
 COMPRESSIONS.provide("random-k", make=lambda ratio, seed, **options: RandomK(ratio, seed))
 COMPRESSIONS.provide("threshold", make=lambda threshold, **options: Threshold(threshold))
+COMPRESSIONS.provide("absolute-threshold", make=lambda threshold, **options: Threshold(threshold, absolute=True))
 COMPRESSIONS.provide("powersgd", make=lambda rank, seed, **options: PowerSGD(rank, seed))

@@ -162,12 +162,13 @@ class TopK:
 
 
 class Threshold:
-    """Values above `factor` times the message's root mean square: a varying number, so counts are exchanged first."""
+    """Values above `factor` times the message's root mean square, or above `factor` itself (`absolute`): a varying number, so counts are
+    exchanged first. An absolute threshold is compared with a rank's part of the averaged gradient, error included."""
 
     aligned = False
 
-    def __init__(self, factor: float, feedback: bool = True) -> None:
-        self.factor, self.feedback = factor, Feedback(feedback)
+    def __init__(self, factor: float, feedback: bool = True, absolute: bool = False) -> None:
+        self.factor, self.absolute, self.feedback = factor, absolute, Feedback(feedback)
         self.sent_counts: dict[int, list[int]] = {}  # by message: how many values were sent, in each reduction
 
     def reduce(self, index: int, message: Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
@@ -190,7 +191,7 @@ class Threshold:
 
     def _above(self, x: Tensor) -> Tensor:
         """Mark values that are not below the threshold: NaN is not below, so it is sent."""
-        smallest = self.factor * x.square().mean().sqrt()
+        smallest = self.factor if self.absolute else self.factor * x.square().mean().sqrt()
         return ~(x.abs() < smallest)
 
     def _longest(self, index: int, count: Tensor, ranks: int) -> Generator[Exchange, None, int]:
