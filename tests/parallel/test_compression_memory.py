@@ -21,7 +21,7 @@ from meshwright.training.run import run_training
 # One matrix has nearly all values: PowerSGD's copy of its largest matrix is counted as a copy of the message.
 SHAPES = [torch.Size(shape) for shape in ((96,), (256, 160), (40,), (8, 16))]
 OPTIONS = {"ratio": 0.1, "rank": 4, "threshold": 2.0}
-NAMES = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "absolute-threshold", "powersgd")
+NAMES = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
 
 
 class CountMemory(TorchDispatchMode):
