@@ -1,7 +1,8 @@
 """Traces of real programs with known faults: parts sum exactly to each step, and the fault is the first cause.
 
 The traces were recorded with `traced_training.py`: on two CPU processes with gloo (torch 2.13, DeepSpeed 0.19.8, Transformers' Trainer), and on one
-H200 with Transformers' Llama (torch 2.11); that of our trainer with `train --profile` and a fault of `inject`. Arguments that `explain` does not read were left out of them, and the operators inside the loader.
+H200 with Transformers' Llama (torch 2.11); that of our trainer with `train --profile` and a fault of `inject`. Arguments that `explain` does not
+read were left out of them, and the operators inside the loader.
 """
 
 import subprocess
