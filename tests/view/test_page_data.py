@@ -19,6 +19,7 @@ from meshwright.view.json_schema import schema_of
 from meshwright.view.page.registry import SEARCH, VIEWS
 from meshwright.view.page.shapes import SHAPES
 from meshwright.view.page.subject import COMMON_LEADERS, Shared, Subject
+from meshwright.view.plan import show
 from ranks import soak
 
 PLANS = {
@@ -108,6 +109,12 @@ def test_search_views_show_what_plan_prints(subjects):
     for p in printed["front"]:  # each of the command's front is there, or something better is
         assert any(time <= p["step_time_s"] and memory <= p["memory_gib"] for time, memory in front)
     assert sum(point["best"] for point in pareto["points"]) == 1
+
+
+def test_fields_that_differ_are_shown_as_the_command_shows_them(subjects):
+    fields = {f["field"]: f for f in VIEWS["leaders"].data(subjects["dense"].provisional())["mine"]["fields"]}
+    assert (fields["sp"]["mine"], fields["sp"]["best"]) == ("yes", "no")
+    assert show(25e6, "bucket") == "25 MB"
 
 
 def test_only_the_complete_leaders_are_explained(subjects):

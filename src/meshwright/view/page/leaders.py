@@ -5,6 +5,7 @@ from typing import Any
 from meshwright.describe.result import values_of
 from meshwright.planner.advice.reasons import reasons
 from meshwright.view.page.subject import Subject
+from meshwright.view.plan import show
 
 
 def data(subject: Subject) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def data(subject: Subject) -> dict[str, Any]:
             "slower": mine.slower if mine.user else None,
             "step_time_s": mine.user.prediction.step_time_s if mine.user else None,
             "difference": [{"name": name, "s": s} for name, s in mine.parts] if mine.user else [],
-            "fields": [{"field": k, "mine": str(a), "best": str(b)} for k, (a, b) in mine.fields.items()]
+            "fields": [{"field": k, "mine": show(a, k), "best": show(b, k)} for k, (a, b) in mine.fields.items()]
             if mine.user
             else [],
         },
