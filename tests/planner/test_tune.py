@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import jsonschema_rs
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ from meshwright.cli import main
 from meshwright.describe.config import configure, load
 from meshwright.planner.tune import session
 from meshwright.planner.tune.belief import Belief, MemoryBelief
+from meshwright.view.json_schema import output_schema
 
 # A training program that knows only its plan file. BUGS: plans by a word of theirs, and what happens to them.
 PROGRAM = """
@@ -157,6 +159,7 @@ def test_it_finds_the_fastest_plan_and_writes_it(folder, capsys):
     assert min(line["seconds"] for line in ends) < 0.055
     assert configure("tune/best.toml", stack="tune/stack.toml").stack.measured_runs  # what did not lie too far off
     again = json.loads(call(capsys, words(options=("--json",))))  # nothing is left to do
+    jsonschema_rs.validate(output_schema("tune"), again)
     assert len(again["trials"]) == len(ends)
     assert again["best"]["plan"]["pp"] == 2
 

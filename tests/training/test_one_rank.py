@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import jsonschema_rs
 import pytest
 
 from meshwright.calibrate.runs import from_rank
@@ -15,6 +16,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.interop.logs import steps_in
 from meshwright.interop.one_rank import measured_in
 from meshwright.predict.one_rank import RankMeasurement, composed, measured_config, predicted_ranks
+from meshwright.view.json_schema import output_schema
 
 PLAN = """
 model = {{ name = "tiny", hidden = 32, layers = 4, heads = 4, kv_heads = 4, ffn = 48, vocab = 50{more} }}
@@ -61,6 +63,7 @@ def written(folder: Path, name: str) -> str:
 def test_one_process_is_a_rank_of_a_large_world(name, tmp_path, capsys):
     plan = written(tmp_path, name)
     result = json.loads(call(capsys, "measure", plan, "--steps", "2", "--device", "cpu", "--json"))
+    jsonschema_rs.validate(output_schema("measure"), result)
     stages = 4 if name == "stages" else 1
     assert [row["stage"] for row in result["ranks"]] == list(range(stages))
     for row in result["ranks"]:
