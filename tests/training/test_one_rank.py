@@ -58,7 +58,7 @@ def written(folder: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", [n if n not in ("tensor", "ring") else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
+    "name", [n if n not in ("tensor", "ring", "experts") else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
 )
 def test_one_process_is_a_rank_of_a_large_world(name, tmp_path, capsys):
     plan = written(tmp_path, name)
@@ -77,6 +77,7 @@ def test_one_process_is_a_rank_of_a_large_world(name, tmp_path, capsys):
         assert "equal numbers" in result["ranks"][0]["notes"][0]
 
 
+@pytest.mark.slow
 def test_a_shard_holds_its_part_of_the_states(tmp_path, capsys):
     """The optimizer's states and the weights of one of 64 ranks are a 64th; an update of whole tensors would show in the peak."""
     peaks = {}
