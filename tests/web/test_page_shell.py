@@ -106,7 +106,7 @@ def test_the_last_input_wins(server: str, open_page: Open) -> None:
     held: list[Any] = []
 
     def hold_first(route: Any) -> None:
-        if '"gpus":1000000' in (route.request.post_data or ""):
+        if '"gpus":1000000' in (route.request.post_data or "") and not held:
             held.append(route)
         else:
             route.continue_()
@@ -118,8 +118,13 @@ def test_the_last_input_wins(server: str, open_page: Open) -> None:
     field.fill("24")
     field.press("Enter")
     shows(page, "on 24 ")
-    held[0].continue_()
     page.wait_for_load_state("networkidle")
+    address = page.url
+    with page.expect_response(lambda answer: answer.request == held[0].request):
+        held[0].continue_()
+    page.wait_for_timeout(200)
+    assert page.url == address
+    assert page.locator("#inputs .notice.error").count() == 0
     assert '"gpus":24' in page.evaluate("import('meshwright/state.js').then((s) => JSON.stringify(s.config()))")
     assert field.input_value() == "24"
     assert field.get_attribute("aria-invalid") != "true"
@@ -252,3 +257,25 @@ def test_the_first_load_is_small_and_asks_for_nothing_twice(server: str, open_pa
     asked = [request.url for request in finished if request.method == "GET"]
     assert len(asked) == len(set(asked)), asked
     assert sum(request.sizes()["responseBodySize"] for request in finished) < 300_000
+
+
+def test_a_model_of_your_own_has_its_fields_and_its_name(server: str, open_page: Open) -> None:
+    page = open_page(server + "/" + SMALL, refused=True)
+    page.wait_for_load_state("networkidle")
+    page.get_by_text("All settings").click()
+    page.get_by_text("Own shape").click()
+    layers = page.get_by_label("layers", exact=True)
+    before = int(layers.input_value())
+    layers.fill(str(2 * before))
+    layers.press("Enter")
+    shows(page, "own tiny")
+    assert page.get_by_role("combobox", name="Model", exact=True).input_value() == "own tiny"
+    page.get_by_label("Name", exact=True).first.fill("twice")
+    page.keyboard.press("Enter")
+    shows(page, "twice")
+    heads = page.get_by_label("heads", exact=True)
+    heads.fill("7")
+    heads.press("Enter")
+    page.locator("p.why", has_text="7").first.wait_for()
+    assert heads.get_attribute("aria-invalid") == "true"
+    assert "model.heads" not in page.url
