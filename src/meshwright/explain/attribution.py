@@ -31,7 +31,7 @@ from meshwright.explain.intervals import (
 )
 from meshwright.explain.kernels import group_of
 from meshwright.explain.ranks import MESSAGES, RankInGroup
-from meshwright.explain.trace import ANNOTATION, OPERATOR, RUNTIME, NamedSpan
+from meshwright.explain.trace import ANNOTATION, OPERATOR, NamedSpan
 
 COMPUTE, WAITING, BUBBLE, COMMUNICATION, DATA, HOST, UNATTRIBUTED = (
     "compute", "waiting", "bubble", "communication", "data", "host", "other",
@@ -44,8 +44,6 @@ LAUNCHES, SYNCHRONISING, QUEUED, BETWEEN = (
     "gaps between queued kernels",
     "between operators",
 )
-SYNCHRONISES = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize|cu(Stream|Ctx|Event)Synchronize|cudaMemcpy$")
-READS_NUMBER = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero")
 FRAMEWORK = re.compile(r"autograd::engine|torch::autograd::|torch::distributed|torch\.distributed")
 QUEUED_GAP = 20_000  # ns: a launched kernel that starts later than this after the one before it waits for something
 RECENT = 100_000  # ns: a gap that begins this soon after a synchronising call is its consequence
@@ -193,10 +191,7 @@ def device_idle(rank: RankInGroup, idle: Intervals) -> dict[Part, Intervals]:
     exists = following < len(starts)
     launch = np.where(exists, launched[np.minimum(following, len(starts) - 1)], idle[:, 1])
     late = launch >= idle[:, 0]
-    calls = np.flatnonzero(
-        (e.category == RUNTIME) & np.array([bool(SYNCHRONISES.match(n)) for n in e.names], bool)[e.name]
-    )
-    ends = np.sort(e.end[calls])
+    ends = found.synchronised_at
     before = np.searchsorted(ends, np.maximum(launch, idle[:, 0]), side="right") - 1
     after_call = late & (before >= 0)
     after_call[after_call] &= ends[before[after_call]] >= idle[after_call, 0] - RECENT
@@ -211,12 +206,9 @@ def device_idle(rank: RankInGroup, idle: Intervals) -> dict[Part, Intervals]:
 
 def host_idle(rank: RankInGroup, idle: Intervals) -> dict[Part, Intervals]:
     """What the host of a CPU run did while no operator ran: it read a number of a tensor just before, or it ran Python and the framework."""
-    found, e = rank.found, rank.found.events
-    reads = found.names_with(*READS_NUMBER) & (found.phase_of(e.start) != "optimizer") & (e.thread == found.main)
-    on_main = np.flatnonzero((e.category == OPERATOR) & (e.thread == found.main))
-    order = on_main[np.argsort(e.end[on_main], kind="stable")]
-    before = np.searchsorted(e.end[order], idle[:, 0], side="right") - 1
+    ends, reads = rank.found.operators_on_main
+    before = np.searchsorted(ends, idle[:, 0], side="right") - 1
     after_read = np.zeros(len(idle), bool)
-    if len(order):
-        after_read = (before >= 0) & reads[order[np.maximum(before, 0)]]
+    if len(ends):
+        after_read = (before >= 0) & reads[np.maximum(before, 0)]
     return {(HOST, SYNCHRONISING): idle[after_read], (HOST, BETWEEN): idle}

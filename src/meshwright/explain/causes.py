@@ -26,7 +26,6 @@ from meshwright.explain.attribution import (
     DATA,
     HOST,
     LAUNCHES,
-    SYNCHRONISES,
     SYNCHRONISING,
     WAITING,
     Part,
@@ -35,6 +34,7 @@ from meshwright.explain.attribution import (
 from meshwright.explain.intervals import clip, union
 from meshwright.explain.products import TracedProduct
 from meshwright.explain.ranks import LateRank, RankInGroup, TracedRun
+from meshwright.explain.recognise import SYNCHRONISES
 from meshwright.explain.trace import PYTHON, RUNTIME
 from meshwright.units import format_decimal_bytes, format_seconds
 

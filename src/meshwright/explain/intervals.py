@@ -46,8 +46,9 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
 
 
 def clip(a: Intervals, start: int, end: int) -> Intervals:
-    """The part of some intervals from start to end."""
-    rows = np.clip(a, start, end)
+    """The part of a disjoint set from start to end."""
+    first, last = np.searchsorted(a[:, 1], start, side="right"), np.searchsorted(a[:, 0], end)
+    rows = np.clip(a[first:last], start, end)
     return rows[rows[:, 1] > rows[:, 0]]
 
 

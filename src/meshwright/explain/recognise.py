@@ -35,6 +35,8 @@ DATA = (
     "data loading",
     "get_batch",
 )
+SYNCHRONISES = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize|cu(Stream|Ctx|Event)Synchronize|cudaMemcpy$")
+READS_NUMBER = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero")
 ATTENTION = "aten::scaled_dot_product_attention"
 INNER_ATTENTION = ("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "flash_attn::")
 MANY_LOST = 0.01  # share of launches without a kernel that is worth a note: the last ones may run after the recording
@@ -100,6 +102,21 @@ class RecognisedTrace:
             return np.full(len(wanted), -1)
         at = np.minimum(np.searchsorted(keys, wanted), len(calls) - 1)
         return np.where((keys[at] == wanted) & (wanted >= 0), calls[at], -1)
+
+    @cached_property
+    def synchronised_at(self) -> NDArray[np.int64]:
+        """When each call that waits for the device returned, in order."""
+        e = self.events
+        waits = np.array([bool(SYNCHRONISES.match(name)) for name in e.names], bool)[e.name]
+        return np.sort(e.end[(e.category == RUNTIME) & waits])
+
+    @cached_property
+    def operators_on_main(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The ends of the operators of the main thread in order, and which of them read a number of a tensor, outside of the optimizer."""
+        e = self.events
+        on_main = np.flatnonzero((e.category == OPERATOR) & (e.thread == self.main))
+        order = on_main[np.argsort(e.end[on_main], kind="stable")]
+        return e.end[order], self.names_with(*READS_NUMBER)[order] & (self.phase_of(e.start[order]) != "optimizer")
 
     @cached_property
     def lost_kernels(self) -> tuple[int, int]:
