@@ -274,3 +274,23 @@ def test_logs_of_another_question_and_damaged_ones(folder, capsys):
 def test_no_candidate(folder, capsys):
     text = call(capsys, [*words()[:3], "2", "--for", "torchtitan", "--fix", "zero=1", *words()[4:]], code=2)
     assert "MW-" in text
+
+
+def test_an_interrupted_run_is_repeated_although_no_other_is_worth_one(folder, capsys):
+    little = ("--gain", "90%")
+    call(capsys, words(options=little))
+    tried = {line["candidate"] for line in log() if line["kind"] == "start"}
+    interrupted = next(number for number in range(12) if number not in tried)
+    with Path("tune/tune.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "start", "candidate": interrupted}) + "\n")
+    text = call(capsys, words(options=little))
+    assert [line["candidate"] for line in log() if line["kind"] == "end"][len(tried) :] == [interrupted]
+    assert "no run is expected to gain 90%" in text
+
+
+def test_a_candidate_that_was_run_is_never_proposed_again(folder):
+    config = configure("plan.toml", gpus=2)
+    plans = [config.plan, config.plan.but(microbatch=2)]
+    tuning = session.Tuning(config, plans, folder, [session.TuneRun(0, "failed")])
+    tuning.gains = lambda: np.zeros(2)
+    assert tuning.proposed() == (1, 0.0)

@@ -69,12 +69,13 @@ def command(
         tuning, unfinished = session.begin(config, plans, out, runner), []
     reason = f"{runs} runs were made"
     while len(tuning.trials) < runs:
-        proposed = (unfinished.pop(), 0.0) if unfinished else tuning.proposed()
+        interrupted = bool(unfinished)
+        proposed = (unfinished.pop(), 0.0) if interrupted else tuning.proposed()
         if proposed is None:
             reason = "all candidates were run"
             break
         number, expected = proposed
-        if expected < least_gain and tuning.best and not unfinished:
+        if expected < least_gain and tuning.best and not interrupted:
             reason = f"no run is expected to gain {gain} (largest: {expected:.2%})"
             break
         report(as_json, view.before(tuning, number, expected))

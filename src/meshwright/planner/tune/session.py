@@ -74,10 +74,12 @@ class Tuning:
 
     def proposed(self) -> tuple[int, float] | None:
         """The candidate to run next and its expected gain; None if all were run."""
-        if len(self.tried) == len(self.plans):
+        left = [number for number in range(len(self.plans)) if number not in self.tried]
+        if not left:
             return None
         gains = self.gains()
-        return int(gains.argmax()), float(gains.max())
+        number = max(left, key=lambda candidate: gains[candidate])
+        return number, float(gains[number])
 
     @property
     def best(self) -> TuneRun | None:
