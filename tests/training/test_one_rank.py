@@ -154,7 +154,13 @@ def test_other_plans_are_predicted_with_measured_rates(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "bad", ["", "{}", "[1]", '{"kind": "measured ranks", "version": 1, "ranks": [{}], "plan": ""}']
+    "bad",
+    [
+        "",
+        "{}",
+        "[1]",
+        *(f'{{"kind": "measured ranks", "version": 1, "ranks": [{row}], "plan": ""}}' for row in ("{}", '"x"')),
+    ],
 )
 def test_files_that_are_no_measurement(bad, tmp_path, capsys):
     file = tmp_path / "rank.json"
@@ -163,11 +169,22 @@ def test_files_that_are_no_measurement(bad, tmp_path, capsys):
     assert "MW-MEASURE-003" in text
 
 
-def test_a_negative_time_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("backward_s", -1.0),
+        ("stage", 9),
+        ("stage", 0.5),
+        ("microbatches", 1.5),
+        ("reserved_gib", "x"),
+        pytest.param("closing_s", 10**400, id="huge"),
+    ],
+)
+def test_impossible_values_are_refused(name, value, tmp_path):
     config = configuration()
     file = Path(file_of(tmp_path, config, config))
     table = json.loads(file.read_text())
-    table["ranks"][0]["backward_s"] = -1.0
+    table["ranks"][0][name] = value
     file.write_text(json.dumps(table))
     with pytest.raises(MeshwrightError, match="MW-MEASURE-003"):
         from_rank.read(file)
@@ -216,6 +233,13 @@ def test_logs_of_frameworks(tmp_path):
     found = measured_in(str(log), config)
     assert found.step_s == pytest.approx(0.5)
     assert found.allocated_gib == 20.0
+    long = config.but(workload=config.workload.but(batch=512))  # a log has all micro-batches of a step
+    row = from_rank.content(long, [measured_in(str(log), long)], "cuda")["ranks"][0]
+    assert row["microbatches"] == 32
+    assert row["predicted"]["step_s"] == pytest.approx(predicted_ranks(long)[0].step_s)
+    log.write_text(TITAN.replace("41.50GiB", "0.00GiB"))
+    with pytest.raises(MeshwrightError, match="MW-MEASURE-005"):
+        measured_in(str(log), config)
     log.write_text("nothing")
     with pytest.raises(MeshwrightError, match="MW-MEASURE-005"):
         measured_in(str(log), config)
@@ -226,10 +250,10 @@ def test_commands_of_frameworks(tmp_path, capsys):
     from meshwright.interop.frameworks import framework_named
     from meshwright.interop.write import write_file
 
-    file = tmp_path / "flags.sh"
+    file = tmp_path / "my flags.sh"
     write_file(config, framework_named("megatron-lm"), file)
     text = call(capsys, "measure", str(file), "--cluster", "dgx-h200", "--nodes", "4")
-    assert "--fake-process-group" in text.replace("\n", " ")
+    assert f"$(cat '{file}') --fake-process-group" in text  # on one line
     assert "WORLD_SIZE=32" in text
     log = tmp_path / "log"
     log.write_text(MEGATRON)

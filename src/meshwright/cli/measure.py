@@ -40,7 +40,7 @@ def command(
         from meshwright.interop.one_rank import command_of, measured_in
 
         if not log:
-            show(command_of(str(plan), config.plan.world))
+            print(command_of(str(plan), config.plan.world))  # on one line, to be copied
             return
         measured, kind = [measured_in(log, config)], "the framework"
     else:

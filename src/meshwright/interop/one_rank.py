@@ -6,6 +6,7 @@
 Neither replaces the values of collectives, and neither balances experts. Both print a line for each step; the first lines are warm-up.
 """
 
+import shlex
 from pathlib import Path
 
 from meshwright.describe.config import Config
@@ -34,13 +35,13 @@ def command_of(file: str, world: int) -> str:
             valid=list(COMMANDS),
             fix="measure the plan with our trainer: meshwright migrate, or a plan file",
         )
-    return COMMANDS[framework].format(world=world, file=file)
+    return COMMANDS[framework].format(world=world, file=shlex.quote(file))
 
 
 def measured_in(log: str, config: Config) -> RankMeasurement:
     """The median step after the warm-up, and the peak of memory, in the log of such a run."""
     found = steps_in(read_text(Path(log), LIMIT), config)
-    if not found.seconds or found.reserved_gib is None:
+    if not found.seconds or not found.reserved_gib:  # on a CPU torchtitan prints 0 GiB
         raise MeshwrightError(
             "MW-MEASURE-005",
             f"'{log}' has no {'memory' if found.seconds else 'steps'} of a training",

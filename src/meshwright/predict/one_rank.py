@@ -94,10 +94,14 @@ def without_network(cluster: Cluster) -> Cluster:
 
 
 def measured_config(config: Config) -> Config:
-    """The configuration with as many micro-batches as one rank is measured with: more of them repeat the same work."""
+    """The configuration with as many micro-batches as our trainer measures one rank with: more of them repeat the same work."""
     plan = config.plan
-    most = plan.dp * plan.microbatch * MOST_ROUNDS * plan.pp
-    return config.but(workload=config.workload.but(batch=min(config.workload.batch, most)))
+    return with_microbatches(config, min(config.workload.batch // (plan.dp * plan.microbatch), MOST_ROUNDS * plan.pp))
+
+
+def with_microbatches(config: Config, count: int) -> Config:
+    """The configuration with this number of micro-batches in a step."""
+    return config.but(workload=config.workload.but(batch=config.plan.dp * config.plan.microbatch * count))
 
 
 def cost_of_stages(config: Config) -> StepCost:
@@ -127,10 +131,16 @@ def predicted_ranks(config: Config) -> list[RankPrediction]:
     return found
 
 
+def predicted_beside(config: Config, measured: Sequence[RankMeasurement]) -> list[RankPrediction]:
+    """The prediction of each measured rank, with the micro-batches that it ran: a framework's log has those of the whole step."""
+    by_count = {n: predicted_ranks(with_microbatches(config, n)) for n in {m.microbatches for m in measured}}
+    return [by_count[m.microbatches][m.stage] for m in measured]
+
+
 def composed(config: Config, measured: Sequence[RankMeasurement]) -> ComposedStep:
     """The step of a plan whose pipeline ranks were measured; a stage without a measurement grows as the mean of the measured ones."""
-    network, ranks = cost_of_stages(config), predicted_ranks(measured_config(config))
-    growth = {m.stage: m.backward_s / ranks[m.stage].backward_s for m in measured}
+    network, predicted = cost_of_stages(config), predicted_beside(config, measured)
+    growth = {m.stage: m.backward_s / p.backward_s for m, p in zip(measured, predicted, strict=True)}
     mean = sum(growth.values()) / len(growth)
     closing = max(m.closing_s for m in measured)
     plain, plan = walk_step(network, config.plan), config.plan

@@ -19,8 +19,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.predict.one_rank import (
     RankMeasurement,
     composed,
-    measured_config,
-    predicted_ranks,
+    predicted_beside,
     without_network,
 )
 from meshwright.units import Json
@@ -30,14 +29,16 @@ KIND, VERSION, LIMIT = "measured ranks", 1, 5_000_000
 
 def content(config: Config, measured: Sequence[RankMeasurement], device: str) -> Json:
     """What `measure --json` prints and `--out` writes."""
-    predicted = predicted_ranks(measured_config(config))
+    predicted = predicted_beside(config, measured)
     return {
         "kind": KIND,
         "version": VERSION,
         "device": device,
         "title": config.plan.title(),
         "plan": config.to_toml(),
-        "ranks": [{**asdict(m), "step_s": m.step_s, "predicted": asdict(predicted[m.stage])} for m in measured],
+        "ranks": [
+            {**asdict(m), "step_s": m.step_s, "predicted": asdict(p)} for m, p in zip(measured, predicted, strict=True)
+        ],
         "step": composed(config, measured).as_dict(),
     }
 
@@ -50,12 +51,12 @@ def read(path: str | Path) -> tuple[Config, list[RankMeasurement]]:
             raise KeyError("kind")
         names = {field.name for field in fields(RankMeasurement)}
         ranks = [RankMeasurement(**{k: v for k, v in row.items() if k in names}) for row in table["ranks"]]
-        if not all(possible(rank) for rank in ranks):
-            raise ValueError("a value is not positive")
         import tomllib
 
         config = Config.from_document(tomllib.loads(table["plan"]))
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        if not all(possible(rank, config.plan.pp) for rank in ranks):
+            raise ValueError("a rank has a stage that the plan does not have, or a value that is not positive")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise MeshwrightError(
             "MW-MEASURE-003",
             f"'{path}' is not a file of `meshwright measure`",
@@ -65,9 +66,12 @@ def read(path: str | Path) -> tuple[Config, list[RankMeasurement]]:
     return config, ranks
 
 
-def possible(rank: RankMeasurement) -> bool:
-    values = rank.backward_s, rank.closing_s, rank.allocated_gib, float(rank.microbatches)
-    return all(math.isfinite(v) and v > 0 for v in values) and rank.stage >= 0
+def possible(rank: RankMeasurement, stages: int) -> bool:
+    """Whether a rank of a plan with this number of pipeline stages can have measured this."""
+    values = rank.backward_s, rank.closing_s, rank.allocated_gib, rank.microbatches
+    counts = type(rank.microbatches) is int and type(rank.stage) is int and 0 <= rank.stage < stages
+    kept = rank.spread, rank.reserved_gib or 0.0
+    return counts and all(math.isfinite(v) and v > 0 for v in values) and all(math.isfinite(v) and v >= 0 for v in kept)
 
 
 def runs_of(paths: Sequence[str], stack: str = "") -> list[MeasuredRun]:
