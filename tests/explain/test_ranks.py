@@ -26,7 +26,7 @@ from meshwright.explain.collectives import annotation_of, axis_of
 from meshwright.explain.explanation import explain_traces
 from meshwright.explain.folder import plan_of_run, read_traces
 from meshwright.explain.recognise import RecognisedTrace
-from meshwright.explain.recognised_plan import axis_degrees
+from meshwright.explain.recognised_plan import axis_degrees, model_of
 from meshwright.view.json_schema import output_schema
 
 BASE = 10**18
@@ -338,3 +338,70 @@ def test_the_stage_of_a_rank_is_its_place_in_the_pipeline_not_in_a_message(tmp_p
     e = explain_traces(read_traces([tmp_path]))
     assert [rank["stage"] for rank in e.as_dict()["ranks"]] == [0, 1, 2, 3]
     assert axis_degrees(e.run) == {"pp": 4}
+
+
+def test_annotations_of_other_programs_that_begin_like_ours_are_left_alone(tmp_path):
+    t = HandMade(0, 2)
+    t.span("ProfilerStep#1", 0, 1000)
+    t.span("collective all_reduce", 90, 210)
+    t.span("gloo:all_reduce", 100, 200, thread=2, **{"Input Dims": [[10]], "Input type": ["float"]})
+    t.write(tmp_path)
+    assert explain_traces(read_traces([tmp_path])).run.ranks[0].collectives.kind == ("all_reduce",)
+
+
+def test_a_step_whose_device_runs_earlier_kernels_only_is_the_step_of_the_host(tmp_path):
+    t = HandMade(0, 1)
+    t.kernel("gemm", 0, 900, launched=0)
+    t.span("ProfilerStep#1", 100, 200)
+    t.write(tmp_path)
+    e = explain_traces(read_traces([tmp_path]))
+    assert [(s.step, s.duration) for s in e.steps[0]] == [("1", 100_000)]
+    assert e.as_dict()["ranks"][0]["phases_s"]["forward"] >= 0
+
+
+def test_products_without_a_duration_are_left_out(tmp_path):
+    """Old profilers write whole microseconds."""
+    t = HandMade(0, 1)
+    t.span("ProfilerStep#1", 0, 100)
+    t.span("aten::mm", 10, 10, "cpu_op", **{"Input Dims": [[4, 8], [8, 16]], "Input type": ["float", "float"]})
+    t.write(tmp_path)
+    assert explain_traces(read_traces([tmp_path])).as_dict()["ranks"][0]["products"] == []
+
+
+HEADS_FIRST = "aten::scaled_dot_product_attention", ((2, 8, 512, 64), (2, 2, 512, 64))
+
+
+def transformer(
+    tmp_path, products, attention="flash_attn::_flash_attn_forward", dims=((2, 512, 8, 64), (2, 512, 2, 64))
+):
+    """Two layers with these products (rows, inputs, outputs) in forward, and a backward."""
+    t = HandMade(0, 1)
+    t.span("ProfilerStep#1", 0, 1000)
+    for layer in range(2):
+        at = 10 + 100 * layer
+        t.span(
+            attention,
+            at,
+            at + 5,
+            "cpu_op",
+            **{"Input Dims": [list(d) for d in dims], "Input type": ["c10::BFloat16"] * 2},
+        )
+        for number, (rows, inputs, outputs) in enumerate(products):
+            begin = at + 10 + 10 * number
+            shapes = {"Input Dims": [[rows, inputs], [inputs, outputs]], "Input type": ["c10::BFloat16"] * 2}
+            t.span("aten::mm", begin, begin + 5, "cpu_op", **shapes)
+    t.span("autograd::engine::evaluate_function: MmBackward0", 500, 900, "cpu_op")
+    t.write(tmp_path)
+    return explain_traces(read_traces([tmp_path])).run.ranks[0]
+
+
+def test_heads_and_sequence_of_flash_attention_are_in_its_own_order(tmp_path):
+    layer = [(1024, 512, 768), (1024, 512, 512), (1024, 512, 4096), (1024, 2048, 512)]
+    model, microbatch, seq = model_of(transformer(tmp_path, layer), 1)
+    assert (microbatch, seq) == (2, 512)
+    assert (model["heads"], model["kv_heads"], model["head_dim"], model["ffn"]) == (8, 2, 64, 2048)
+
+
+def test_products_that_are_no_layer_say_why_no_plan_is_recognised(tmp_path):
+    with pytest.raises(MeshwrightError, match="MW-EXPL-004"):
+        model_of(transformer(tmp_path, [(1024, 100, 512), (1024, 200, 512)], *HEADS_FIRST), 1)

@@ -15,6 +15,7 @@ from chrome import HandMade
 
 from meshwright.errors import MeshwrightError
 from meshwright.explain import json_stream, reader
+from meshwright.explain.explanation import explain_traces
 from meshwright.explain.folder import read_traces
 from meshwright.explain.json_stream import EndOfText, JsonStream
 from meshwright.explain.reader import read_trace
@@ -231,3 +232,23 @@ def test_files_that_are_not_used_are_named(tmp_path):
     notes = " ".join(read_traces([tmp_path])[0].notes)
     assert "another file of rank 0" in notes
     assert "rank-1.json' is not a profiler trace" in notes
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '{"ph": "M", "name": "thread_name", "args": ["x"]}',
+        '{"ph": "X", "cat": "cpu_op", "ts": 1' + "0" * 400 + ', "dur": 1}',
+        '{"ph": "X", "cat": "cpu_op", "ts": 1' + "0" * 5000 + ', "dur": 1}',
+        '{"ph": "X", "cat": "kernel", "name": "nccl", "ts": 1, "dur": 1, "args": {"Collective name": "allreduce", '
+        '"dtype": "Float", "Input Dims": "[[8 4], [4, 8]]"}}',
+        '{"ph": "X", "cat": "kernel", "name": "nccl", "ts": 1, "dur": 1, "args": {"Collective name": "allreduce", '
+        '"In msg nelems": 2305843009213693952, "dtype": "Float", "Process Group Ranks": "[\u00b2, 1]"}}',
+    ],
+)
+def test_an_event_of_any_content_leaves_the_others_readable(bad, tmp_path):
+    file = small(tmp_path)
+    text = file.read_text().removesuffix("]}")
+    file.write_text(f"{text}, {bad}]}}")
+    e = explain_traces(read_traces([file]))
+    assert {"gemm", "elementwise"} <= set(e.run.ranks[0].found.events.names)

@@ -30,6 +30,8 @@ ELEMENT = {"double": 8, "long": 8, "int64": 8, "float64": 8, "half": 2, "bfloat1
            "byte": 1, "char": 1, "bool": 1, "float8": 1, "int8": 1, "uint8": 1}  # fmt: skip
 UNNAMED = "unnamed groups"
 COLLECTIVE = "collective "
+ANNOTATED = re.compile(COLLECTIVE + r"\S+ \S* [0-9,]*")  # what `annotation_of` writes
+MOST_BYTES = 1 << 50  # of a call: no file is trusted with more
 AXIS_WORDS = (
     ("tp", "tensor"),
     ("pp", "pipeline"),
@@ -51,15 +53,18 @@ def element_bytes(dtype: str) -> int:
 
 def shapes_in(dims: str) -> list[tuple[int, ...]]:
     """The innermost lists of numbers of "[[8, 4], [4], []]": a shape for each tensor."""
-    return [tuple(int(n) for n in part.split(",") if n.strip()) for part in re.findall(r"\[([\d, ]*)\]", dims)]
+    return [
+        tuple(int(n) for n in part.split(",") if n.strip())
+        for part in re.findall(r"\[(\d{1,15}(?:, ?\d{1,15})*|)\]", dims)
+    ]
 
 
 def bytes_in(detail: Detail) -> int:
     """Bytes of the largest tensor of a call."""
     if detail.elements:
-        return detail.elements * element_bytes(detail.dtype)
+        return min(detail.elements * element_bytes(detail.dtype), MOST_BYTES)
     sizes = [prod(shape) for shape in shapes_in(detail.dims) if shape]
-    return max(sizes, default=0) * element_bytes(detail.dtypes.partition(",")[0])
+    return min(max(sizes, default=0) * element_bytes(detail.dtypes.partition(",")[0]), MOST_BYTES)
 
 
 def traced_collectives(found: RecognisedTrace) -> TracedCollectives:
@@ -110,8 +115,8 @@ def of_gloo(found: RecognisedTrace) -> TracedCollectives:
     kinds = [kind_of_collective(e.names[n]) for n in e.name[at].tolist()]
     details = [e.details[d] for d in e.detail[at].tolist()]
     by_library = [by_gloo(kind) for kind in kinds]
-    for calls, named in ((calls_of_torch(found), False), (np.flatnonzero(found.names_with(COLLECTIVE)), True)):
-        called = [kind_of_collective(e.names[n].split()[-3] if named else e.names[n]) for n in e.name[calls].tolist()]
+    for calls, named in ((calls_of_torch(found), False), (annotations_of_trainer(found), True)):
+        called = [kind_of_collective(e.names[n].split()[1] if named else e.names[n]) for n in e.name[calls].tolist()]
         for kind in set(by_library):
             mine = [i for i, k in enumerate(by_library) if k == kind]
             theirs = [i for i, k in enumerate(called) if by_gloo(k) == kind]
@@ -133,6 +138,12 @@ def calls_of_torch(found: RecognisedTrace) -> NDArray[np.int64]:
     e = found.events
     calls = np.flatnonzero(found.names_with("c10d::", "_c10d_functional::") & (e.category != RUNTIME))
     return np.array([i for i in calls.tolist() if kind_of_collective(e.names[e.name[i]])], np.int64)
+
+
+def annotations_of_trainer(found: RecognisedTrace) -> NDArray[np.int64]:
+    """The annotations that `annotation_of` named; another program may use the word for its own."""
+    ours = np.array([bool(ANNOTATED.fullmatch(name)) for name in found.events.names], bool)
+    return np.flatnonzero(ours[found.events.name])
 
 
 def annotation_of(kind: str, axis: str, ranks: tuple[int, ...]) -> str:

@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from json import JSONDecodeError, JSONDecoder
+from json import JSONDecoder
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -103,7 +103,7 @@ class JsonStream:
         while True:
             try:
                 value, end = self.scan(self.text, self.at)
-            except (StopIteration, JSONDecodeError):
+            except (StopIteration, ValueError):  # not JSON, or a number of more digits than Python reads
                 end = -1
             except RecursionError:
                 raise EndOfText("values are nested too deep") from None
@@ -152,7 +152,7 @@ class JsonStream:
                 value, at = scan(text, at)
                 at = separator(text, at).end()  # type: ignore[union-attr]
                 yield value
-        except (StopIteration, JSONDecodeError, RecursionError, IndexError):
+        except (StopIteration, ValueError, RecursionError, IndexError):
             pass
         self.at = at
 

@@ -104,7 +104,7 @@ def traced_products(found: RecognisedTrace, device: Accelerator | None = None) -
     begin, end = (found.steps[0].start, found.steps[-1].end) if found.steps else (0, 0)
     calls = np.flatnonzero(is_product[e.name] if len(e.names) else [])
     times = e.duration[calls].astype(float)
-    inside = (e.start[calls] >= begin) & (e.start[calls] < end)
+    inside = (e.start[calls] >= begin) & (e.start[calls] < end) & (times > 0)  # old profilers write whole microseconds
     if len(found.device):
         times = kernel_times(found, calls)
         inside = times > 0

@@ -6,7 +6,6 @@ The file is streamed, plain or compressed, and only columns are kept, about 70 b
 
 import re
 from array import array
-from math import isfinite
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -34,6 +33,7 @@ MOST_TEXTS = 400_000  # distinct names, or distinct details
 LONGEST_TEXT = 400
 TYPES = {"start": "d", "duration": "d", "category": "b"} | dict.fromkeys(("name", "thread", "detail"), "i")
 NONE = -1
+ABOUT = ("distributedInfo", "otherData", "baseTimeNanoseconds", "host_name", "deviceProperties")  # of the members
 LATEST, LONGEST = 4e15, 1e14  # microseconds of a time and of a duration: their sums fit into 64 bits of nanoseconds
 NUMBERED = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,6})(?!\d)", re.IGNORECASE)  # in a file name
 
@@ -80,8 +80,9 @@ class EventColumns:
         if phase == "X":
             self._add_span(event)
         elif phase == "M" and event.get("name") == "thread_name":
-            name = (event.get("args") or {}).get("name")
-            self.thread_names[_place(event)] = str(name)[:LONGEST_TEXT]
+            arguments = event.get("args")
+            if isinstance(arguments, dict) and len(self.thread_names) < MOST_TEXTS:
+                self.thread_names[_place(event)] = str(arguments.get("name"))[:LONGEST_TEXT]
         elif phase in ("B", "E"):
             self.skipped += 1
         elif phase == "i" and event.get("name") == "[memory]":
@@ -143,7 +144,7 @@ def _place(event: Json) -> tuple[str, str]:
 
 
 def _is_time(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and isfinite(value) and abs(value) < LATEST
+    return isinstance(value, int | float) and abs(value) < LATEST  # false for nan
 
 
 def _whole(value: Any) -> int:
@@ -176,7 +177,7 @@ def ranks_in(text: str) -> tuple[int, ...]:
     if not text.startswith("[") or "." in text:
         return ()
     parts = [part.strip() for part in text.strip("[]").split(",")]
-    return tuple(int(part) for part in parts if part.isdigit() and len(part) < 10)
+    return tuple(int(part) for part in parts if part.isdecimal() and len(part) < 10)
 
 
 def read_trace(path: Path, most_events: int = MOST_EVENTS) -> RankTrace:
@@ -196,7 +197,9 @@ def read_trace(path: Path, most_events: int = MOST_EVENTS) -> RankTrace:
                         if not _fill(columns, stream, most_events, notes):
                             break
                     else:
-                        about[key] = stream.value()
+                        value = stream.value()
+                        if key in ABOUT:
+                            about[key] = value
     except EndOfText as end:
         notes.append(f"{end}; {len(columns):,} events before it were read")
     except OSError as error:

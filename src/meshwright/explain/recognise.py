@@ -166,7 +166,8 @@ class RecognisedTrace:
         for begin in [s.start for s in host] + [host[-1].end]:
             before = self.launched_at < begin
             edges.append(max(begin, int(ends[before].max()) if before.any() else begin))
-        return tuple(NamedSpan(s.name, a, b) for s, (a, b) in zip(host, pairwise(edges), strict=True) if b > a)
+        on_device = (NamedSpan(s.name, a, b) for s, (a, b) in zip(host, pairwise(edges), strict=True) if b > a)
+        return tuple(on_device) or host
 
     @cached_property
     def microbatches(self) -> int:

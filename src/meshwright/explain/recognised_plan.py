@@ -23,6 +23,8 @@ from meshwright.explain.products import product_shape
 from meshwright.explain.ranks import RankInGroup, TracedRun
 from meshwright.units import Json
 
+SEQUENCE_FIRST = ("flash_attn::", "aten::_flash_attention_forward")  # their dims are (batch, sequence, heads, width)
+
 
 def config_of_trace(run: TracedRun, cluster: str = "") -> Config:
     """The configuration that the traces of a run show; raises where they lack shapes."""
@@ -61,15 +63,13 @@ def not_recognised(what: str) -> MeshwrightError:
 def model_of(rank: RankInGroup, tp: int) -> tuple[Json, int, int]:
     """The shape of the model, the micro-batch and the sequence length."""
     found, e = rank.found, rank.found.events
-    shapes = [shapes_in(e.details[e.detail[i]].dims) for i in found.attention.tolist()]
-    shapes = [s for s in shapes if len(s) >= 2 and len(s[0]) == len(s[1]) == 4]
+    shapes = [(e.names[e.name[i]], shapes_in(e.details[e.detail[i]].dims)) for i in found.attention.tolist()]
+    shapes = [(name, s) for name, s in shapes if len(s) >= 2 and len(s[0]) == len(s[1]) == 4]
     if not shapes:
         raise not_recognised("it has no attention operator with shapes")
-    (microbatch, heads, seq, width), (_, kv_heads, *_) = shapes[0][:2]
-    if (
-        heads < seq and shapes[0][0][1] > shapes[0][0][2]
-    ):  # (batch, sequence, heads, width), as FlashAttention's own operator has it
-        heads, seq = seq, heads
+    name, ((microbatch, heads, seq, width), (_, kv_heads, kv_seq, _)) = shapes[0][0], shapes[0][1][:2]
+    if name.startswith(SEQUENCE_FIRST):
+        heads, seq, kv_heads = seq, heads, kv_seq
     passes = max(1, rank.found.microbatches * len(found.host_steps))
     layers = max(1, len(found.forward_attention) // passes)
     hidden, ffn, gated, vocab = widths_of(rank, microbatch * seq, layers, passes)
@@ -99,7 +99,9 @@ def widths_of(rank: RankInGroup, tokens: int, layers: int, passes: int) -> tuple
     if not in_layers:
         raise not_recognised(f"no product with {tokens} rows occurs in each of {layers} layers")
     hidden = Counter(size for (a, b), n in in_layers.items() for size in {a, b} for _ in range(n)).most_common(1)[0][0]
-    up = max((key for key in in_layers if key[0] == hidden), key=lambda key: key[1])
+    up = max((key for key in in_layers if key[0] == hidden), key=lambda key: key[1], default=None)
+    if up is None:
+        raise not_recognised(f"no product of a layer has inputs of its hidden size, {hidden}")
     down = [a for a, b in in_layers if b == hidden and a != hidden and up[1] in (a, 2 * a)]
     ffn = max(down, default=up[1])
     gated = up[1] == 2 * ffn or in_layers[up] > 1
