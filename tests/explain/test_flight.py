@@ -263,3 +263,17 @@ def test_hostile_numbers_and_names_are_refused_or_escaped(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "no tensor has" in shown
     assert "\x1b" not in shown
+
+
+def test_times_and_partners_that_cannot_be_are_no_internal_error(tmp_path):
+    sent = nccl_call(1, "started", operation="send \u00b2->0", p2p=True)
+    write_nccl(tmp_path, {0: [sent], 1: [nccl_call(1, "started", at=10**400)]}, {"0": range(2)})
+    report = explained(tmp_path)
+    assert report.ranks == (0,)
+    assert "no clock shows" in " ".join(report.notes)
+
+
+def test_the_members_of_a_large_group_are_one_object_of_all_ranks(tmp_path):
+    write_nccl(tmp_path, {rank: [nccl_call(1, "started")] for rank in range(3)}, {"0": range(3)})
+    groups = [record.groups[0] for record in read_folder(tmp_path).records.values()]
+    assert groups[0] is groups[1] is groups[2]

@@ -13,6 +13,7 @@ Without a hang the records still show a rank that is always last. Its lateness n
 (TORCH_NCCL_ENABLE_TIMING=1) the last rank is the one that waits least, on any clock.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,7 @@ from meshwright.explain.flight_record import FlightFolder, FlightRecord, GroupKe
 from meshwright.units import counted, format_seconds
 
 Key = tuple[GroupKey, int]
+RANK = re.compile(r"[0-9]{1,7}").fullmatch
 LEAST_CALLS, LEAST_LATE_S = 5, 1e-3  # a slow rank is last in so many calls, by so much each,
 LATE_SHARE, SPAN_SHARE = (
     0.6,
@@ -107,7 +109,7 @@ class Matched:
         kind, _, ends = call.operation.partition(" ")
         first, _, second = ends.replace("<-", "->").partition("->")
         ranks = sorted(self.members(call.group) or self.world)
-        if not (first.isdigit() and second.isdigit()) or max(int(first), int(second)) >= len(ranks):
+        if not (RANK(first) and RANK(second)) or max(int(first), int(second)) >= len(ranks):
             return set()
         peer = ranks[int(second)]
         partner = f"recv {second}<-{first}" if kind == "send" else f"send {second}->{first}"
@@ -195,11 +197,9 @@ def _by_groups(matched: Matched) -> Cause | None:
     first: dict[tuple[str, str, int], tuple[int, GroupKey]] = {}
     for rank, record in sorted(matched.folder.records.items()):
         for group in record.groups:
-            for member in group.members:
-                if rank not in group.members:
-                    continue
+            for member in group.members if rank in group.members else ():
                 other, theirs = first.setdefault((group.name, group.description, member), (rank, group))
-                if theirs.members != group.members and rank in theirs.members:
+                if theirs is not group and theirs.members != group.members and rank in theirs.members:
                     sentence = f"Rank {rank} made {group} of {ranks_of(group.members)}, rank {other} of {ranks_of(theirs.members)}."
                     why = "Every rank must call new_group for every group, in one order and with the same ranks."
                     return "groups", (other, rank), str(group), (sentence, why)

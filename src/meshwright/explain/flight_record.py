@@ -27,6 +27,7 @@ from meshwright.pickle_data import UnreadPickle, parse
 LARGEST_RECORD = 256 * 2**20  # bytes; a record of 2,000 calls with stacks has 2 to 5 MB
 MOST_FILES = 20_000
 LARGEST_SIZE = 2**48
+LATEST_NS, LONGEST_MS = 2**63, 1e12
 INPUT_CUT = ("reduce_scatter", "_reduce_scatter", "all_reduce", "allreduce", "reduce", "broadcast", "send")
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "coalesced")  # sizes may differ between ranks
 
@@ -48,6 +49,9 @@ class GroupKey(NamedTuple):
     name: str
     description: str
     members: tuple[int, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.description, len(self.members), self.members[:2]))  # not all: there are thousands
 
     def __str__(self) -> str:
         return f"group {self.name}" + (f" ({self.description})" if self.description not in ("", "undefined") else "")
@@ -98,6 +102,7 @@ class FlightFolder:
     stacks: dict[int, tuple[Frame, ...]] = field(default_factory=dict)
     damaged: dict[int, str] = field(default_factory=dict)  # rank: why its record cannot be read
     notes: list[str] = field(default_factory=list)
+    groups: dict[GroupKey, GroupKey] = field(default_factory=dict)  # one object for equal groups of all ranks
 
 
 def read_folder(folder: Path) -> FlightFolder:
@@ -155,7 +160,8 @@ def _read_file(path: Path, found: FlightFolder) -> None:
         found.stacks[rank] = main_stack(text)
         return
     try:
-        record = _record(rank, path.name, parse(data) if data[:1] == b"\x80" else _json(data))
+        table = parse(data) if data[:1] == b"\x80" else _json(data)
+        record = _record(rank, path.name, table, found.groups)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError) as error:
         why = "it is truncated or damaged" if isinstance(error, UnreadPickle | json.JSONDecodeError) else str(error)
         found.damaged[rank] = printable(f"{path.name}: {why[:120]}")
@@ -168,16 +174,15 @@ def _json(data: bytes) -> Any:
     return check_depth(json.loads(data), "record")
 
 
-def _record(rank: int, name: str, table: Any) -> FlightRecord:
+def _record(rank: int, name: str, table: Any, known: dict[GroupKey, GroupKey]) -> FlightRecord:
     """The record in a parsed file; raises where it has other fields."""
     if not isinstance(table, dict) or not isinstance(table.get("version"), str):
         raise ValueError("it has no version, so it is not a flight record")
     groups = {}
     for key, group in (table.get("pg_config") or {}).items():
         members = tuple(int(x) for x in re.findall(r"\d+", str(group.get("ranks", ""))))
-        groups[str(key)] = GroupKey(
-            printable(str(group.get("name", key))), printable(str(group.get("desc", ""))), members
-        )
+        made = GroupKey(printable(str(group.get("name", key))), printable(str(group.get("desc", ""))), members)
+        groups[str(key)] = known.setdefault(made, made)
     frames: dict[tuple[Any, ...], tuple[Frame, ...]] = {}
     entries = table.get("entries") or []
     calls = tuple(_call(entry, groups, frames) for entry in entries)
@@ -200,6 +205,9 @@ def _call(
     shapes = [tuple(int(n) for n in shape) for shape in entry.get(f"{side}_sizes") or []]
     if any(not 0 <= n < LARGEST_SIZE for shape in shapes for n in shape):
         raise ValueError("it has a size that no tensor has")
+    created, duration = int(entry.get("time_created_ns") or 0), float(entry.get("duration_ms") or 0.0)
+    if not (abs(created) < LATEST_NS and abs(duration) < LONGEST_MS):
+        raise ValueError("it has a time that no clock shows")
     elements = sum(math.prod(shape) for shape in shapes)
     uneven = p2p or operation.startswith(UNEVEN)
     state, retired = entry.get("state"), bool(entry.get("retired", False))
@@ -211,10 +219,10 @@ def _call(
         -1 if uneven else elements,
         " ".join(dict.fromkeys(str(x) for x in entry.get(f"{side}_dtypes") or [])),
         " ".join("×".join(map(str, shape)) or "scalar" for shape in shapes[:3]) + " …" * (len(shapes) > 3),
-        int(entry.get("time_created_ns") or 0),
+        created,
         retired or backend == "gloo" or state in ("started", "completed"),
         retired or state == "completed",
-        float(entry.get("duration_ms") or 0.0),
+        duration,
         p2p,
         seen.setdefault(stack, tuple(Frame(*frame) for frame in stack)),
     )
