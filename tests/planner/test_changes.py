@@ -55,3 +55,12 @@ def test_a_plan_that_does_not_fit_gets_the_cheapest_change_that_does() -> None:
     assert not estimate(c).prediction.fits
     assert first_changes(c)
     assert all(change.fits for change in first_changes(c))
+
+
+def test_a_pair_has_the_values_of_its_plan_where_the_second_change_overwrites_the_first() -> None:
+    c = config("llama2-7b", "dgx-a100", 8, 64, 2048, replicate=8)
+    pairs = [change for change in first_changes(c, most=50) if len(change.fields) > 1]
+    assert pairs
+    for change in pairs:
+        values = {name: (value, getattr(change.plan, name)) for name, value in change.fields if value != "auto"}
+        assert all(chosen == planned for chosen, planned in values.values()), (change.title, change.fix)

@@ -128,6 +128,7 @@ def test_traces_are_read_as_explain_reads_them_and_removed(server: str) -> None:
     broken = post(server, body([("mine/rank-0.json", b'{"traceEvents": []}')]))
     assert code(broken) == (400, "MW-EXPL-002")
     assert "'mine/rank-0.json'" in broken.json()["error"]["what"]  # not the path of the copy
+    assert code(post(server, body([("\ud800.txt", b"x")]))) == (400, "MW-WEB-013")
     assert kept() == before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -201,6 +202,25 @@ def test_scenarios_are_opened_renamed_and_at_most_eight(server: str, open_page: 
     assert name.input_value() == "base & <b>"
     other.get_by_role("button", name="open", exact=True).first.click()
     until(other, "location.hash.includes('workload.batch=64')")
+
+
+def test_a_scenario_that_the_server_could_not_compute_is_asked_for_again(server: str, open_page: Open) -> None:
+    page = open_page(server + "/" + SMALL)
+
+    def busy(route: Any) -> None:
+        asked = route.request.post_data_json["views"]
+        if asked != ["verdict", "memory", "waterfall"]:
+            return route.continue_()
+        error = {"code": "MW-WEB-002", "what": "too many requests wait", "why": "", "valid": [], "fix": ""}
+        lines = [json.dumps({"view": view, "data": None, "final": True, "error": error}) for view in asked]
+        return route.fulfill(status=200, body="\n".join(lines) + "\n")
+
+    page.route("**/api/views", busy)
+    page.locator("#pin").click()
+    page.locator("#scenarios", has_text="too many requests wait").wait_for()
+    page.unroute("**/api/views")
+    page.locator("#theme").click()  # draws everything anew
+    page.locator("#scenarios svg.figure").first.wait_for()
 
 
 def test_find_the_best_puts_the_winner_into_the_plan(server: str, open_page: Open) -> None:

@@ -141,9 +141,16 @@ def test_models_and_clusters_of_files(server: str) -> None:
         "a.toml": 'extends = "b.toml"',
         "words.txt": "some words",
         "a.json": "[1]",
+        "deep.json": "[" * 2000,
+        "nan.json": '{"plan": {"tp": NaN}}',
+        "date.toml": "[plan]\ntp = 2020-01-01",
+        "surrogate.json": '{"plan": {"tp": "\\ud800"}}',
     }
-    codes = [refused(server, "/api/file", {"name": name, "lines": [text]})["code"] for name, text in refusals.items()]
-    assert codes == ["MW-CAT-002", "MW-CONF-012", "MW-SET-010", "MW-SET-010"]
+    codes = [
+        refused(server, "/api/file", {"name": name, "lines": text.split("\n")})["code"]
+        for name, text in refusals.items()
+    ]
+    assert codes == ["MW-CAT-002", "MW-CONF-012", "MW-SET-010", "MW-SET-010", "MW-CONF-007", *["MW-CONF-003"] * 3]
 
 
 def test_the_catalog(server: str) -> None:

@@ -22,7 +22,7 @@ from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 
 WARMUP = 3  # steps that are not counted, of a longer log
-NUMBER = r"([0-9][0-9,]*\.?[0-9]*)"
+NUMBER = r"([0-9][0-9,]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?)"
 STEPS = {
     "tokens_per_s_per_gpu": rf"\btps:\s*{NUMBER}",
     "ms": rf"elapsed time per iteration \(ms\):\s*{NUMBER}",

@@ -82,6 +82,7 @@ class DroppedFiles:
             or len(self.names) >= MOST_FILES
         ):
             raise refused(f"the name or the size of a file is not valid, or there are more than {MOST_FILES:,} files")
+        name = name.encode("utf-8", "replace").decode()  # a surrogate that stands alone could not be sent back
         self.names.append(name)
         self._file = self._place(name).open("wb")
         self._left = size
@@ -117,7 +118,8 @@ class DroppedFiles:
     def in_words(self, error: Json) -> Json:
         """An error with the names that were dropped in place of the paths that they were written to."""
         text = json.dumps(error)
-        for path, name in [*self.traces.items(), *((str(path), name) for name, path in self.folders.items())]:
+        names = self.traces | {str(path): name for name, path in self.folders.items()}
+        for path, name in sorted(names.items(), reverse=True):  # recording-10 before recording-1
             text = text.replace(path, json.dumps(name)[1:-1])
         return dict(json.loads(text))
 

@@ -90,7 +90,7 @@ def first_changes(config: Config, most: int = 5) -> list[Change]:
     target = max((change.saved for change in fitting), default=0.0) if now.fits else -math.inf
     too_large = sorted((c for c in singles if c.plan and not has_room(c) and c.saved > target), key=lambda c: -c.saved)
     drafts = [
-        replace(second, fields=first.fields + second.fields)
+        both(first, second, config.plan)
         for first in too_large[:MOST_FIRST]
         for second in candidates(config, first.plan)
         if second.plan and second.fields[0][0] != first.fields[0][0]
@@ -102,6 +102,15 @@ def first_changes(config: Config, most: int = 5) -> list[Change]:
         if all(change.plan != other.plan for other in best.values()):
             best.setdefault(tuple(name for name, _ in change.fields), change)
     return list(best.values())[:most]
+
+
+def both(first: Change, second: Change, now: Plan) -> Change:
+    """Two changes as one. What follows from the second may overwrite a value of the first: the title then has the value of the plan."""
+    kept = [
+        (name, value if getattr(second.plan, name) == getattr(first.plan, name) else getattr(second.plan, name))
+        for name, value in first.fields
+    ]
+    return replace(second, fields=(*(one for one in kept if one[1] != getattr(now, one[0])), *second.fields))
 
 
 def offers(case: Case, plan: PlanFields) -> dict[str, list[Choice]]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.describe.base import SECTIONS
 from meshwright.describe.config import Config, cluster_table
-from meshwright.describe.files import parse_toml
+from meshwright.describe.files import check_depth, parse_toml
 from meshwright.describe.hf.reader import interpret
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import read_settings, sections
@@ -40,7 +40,11 @@ def table(name: str, text: str) -> dict[str, Any]:
     if name.endswith(".toml"):
         return parse_toml(text, name)
     try:
-        found = json.loads(text)
+        found = check_depth(json.loads(text), name)
+    except RecursionError:
+        raise MeshwrightError("MW-CONF-007", f"{name} is nested too deep") from None
+    except MeshwrightError:
+        raise
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
@@ -64,4 +68,13 @@ def plan_file(name: str, text: str, document: dict[str, Any], gpus: int) -> Json
 
 
 def answer(kind: str, config: Json, unread: list[str] | None = None) -> Json:
-    return {"kind": kind, "config": config, "unread": unread or []}
+    found = {"kind": kind, "config": config, "unread": unread or []}
+    try:
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError):
+        what, why = (
+            "the file has a value that no field takes",
+            "It is a date, a number that is not finite, or a text that is not Unicode",
+        )
+        raise MeshwrightError("MW-CONF-003", what, why=why) from None
+    return found

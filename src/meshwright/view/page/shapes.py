@@ -1,24 +1,22 @@
 """The shape of the data of every view, as `view.json_schema` writes shapes: what Python gives, what the OpenAPI document says, and what the script
-of the page checks before it draws (`shape.js`).
+of the page checks before it draws (`shapes.js`).
 
 A key with `?` at its end may be missing; `{"?": shape}` may be null. The tests compare real data of every view with these shapes, key by key.
 """
 
 from typing import Any
 
+from meshwright.view.page.runs import PARTS
+
 S, N, I, B, O, ANY = "string", "number", "integer", "boolean", "object", "any"  # noqa: E741
 S_, N_, I_, O_ = "string?", "number?", "integer?", "object?"
 DIFFERENCE = {"name": S, "predicted_s": N, "measured_s": N, "difference_s": N, "reason": S}
-FILES = (
-    "prediction",
-    "measurement",
-    "difference",
-    "interference",
-    "communication",
-    "timeline",
-    "kernels",
-    "proof",
-)  # of a run folder
+SIZE = {
+    "gpus": I, "batch": I, "step_time_s": N, "tokens_per_s": N, "mfu": N, "fits": B, "compute_s": N, "inside_s": N, "between_s": N,
+    "bound_by": S, "title": S, "efficiency": N, "formula": S,
+}  # fmt: skip
+SPAN = {"stream": S, "name": S, "start": N, "seconds": N}
+WAYS = {"ways": [{"name": S, "end_s": N, "spans": [SPAN]}], "compute_s": N, "saved": N, "formula": S}
 SHAPES: dict[str, Any] = {
     "verdict": {
         "subject": {"model": S, "parameters": N, "gpus": I, "accelerator": S, "cluster": S, "stack": S, "plan": S, "microbatches": I}, "tone": S,
@@ -118,14 +116,7 @@ SHAPES: dict[str, Any] = {
     },
     "scaling": {
         "gpus": I, "unit": S, "node_size": I,
-        "strong": [{
-            "gpus": I, "batch": I, "step_time_s": N, "tokens_per_s": N, "mfu": N, "fits": B, "compute_s": N, "inside_s": N, "between_s": N,
-            "bound_by": S, "title": S, "efficiency": N, "formula": S,
-        }],
-        "weak": [{
-            "gpus": I, "batch": I, "step_time_s": N, "tokens_per_s": N, "mfu": N, "fits": B, "compute_s": N, "inside_s": N, "between_s": N,
-            "bound_by": S, "title": S, "efficiency": N, "formula": S,
-        }],
+        "strong": [SIZE], "weak": [SIZE],
         "best": [{"gpus": I, "step_time_s": N, "tokens_per_s": N, "title": S, "plan": O, "formula": S}],
         "takes_over": {"?": {"gpus": N, "formula": S}}, "note": S,
     },
@@ -171,18 +162,7 @@ SHAPES: dict[str, Any] = {
     },
     "overlap": {
         "ranks": I, "layers?": I, "bucket_bytes?": N, "bucket_choices?": [{"bytes": N, "text": S}],
-        "ddp": {
-            "?": {
-                "ways": [{"name": S, "end_s": N, "spans": [{"stream": S, "name": S, "start": N, "seconds": N}]}], "compute_s": N, "saved": N,
-                "formula": S,
-            },
-        },
-        "fsdp": {
-            "?": {
-                "ways": [{"name": S, "end_s": N, "spans": [{"stream": S, "name": S, "start": N, "seconds": N}]}], "compute_s": N, "saved": N,
-                "formula": S,
-            },
-        },
+        "ddp": {"?": WAYS}, "fsdp": {"?": WAYS},
         "note": S,
     },
     "learn": {
@@ -212,7 +192,7 @@ SHAPES: dict[str, Any] = {
         }],
     },
     "run": {
-        "name": S, "title": S, "model": S, "accelerator": S, "state": S, "about": O, "parts": {f"{name}?": ANY for name in FILES},
+        "name": S, "title": S, "model": S, "accelerator": S, "state": S, "about": O, "parts": {f"{name}?": ANY for name in PARTS},
         "columns": [S], "rows": [[ANY]], "events": [{"*": ANY}], "steps": I, "fresh": B, "seen": S,
     },
     "traced": {

@@ -89,14 +89,19 @@ async function take(transfer) {
   announce();
 }
 
-for (const kind of ["dragover", "dragleave", "drop"]) {
-  document.addEventListener(kind, (event) => {
-    if (document.body.dataset.workspace !== "runs" || !source.live || !event.dataTransfer?.types.includes("Files")) return;
-    event.preventDefault();
-    document.body.classList.toggle("over", kind === "dragover");
-    if (kind === "drop") take(event.dataTransfer);
-  });
+/** Call take(transfer) with the files that are dropped anywhere on a workspace. */
+export function onDrop(workspace, take) {
+  for (const kind of ["dragover", "dragleave", "drop"]) {
+    document.addEventListener(kind, (event) => {
+      if (document.body.dataset.workspace !== workspace || !event.dataTransfer?.types.includes("Files")) return;
+      event.preventDefault();
+      document.body.classList.toggle("over", kind === "dragover");
+      if (kind === "drop") take(event.dataTransfer);
+    });
+  }
 }
+
+if (source.live) onDrop("runs", take);
 
 /** The drop zone above a view of dropped files, and what was read: calls draw(element, data) with it. A written file has its data already. */
 export function zone(element, view, words, data, draw) {

@@ -4,6 +4,8 @@ import { clear, format, formula, h } from "meshwright/draw.js";
 
 let serial = 0;
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b); // a value may be a list
+/** Choices that are all legal. */
+export const ANY = (values) => values.map((value) => ({ value, legal: true, reason: "", changes: {} }));
 const unique = (name) => `${name.replace(/\W/g, "-")}-${serial++}`;
 
 /** A line below a field that says why its value is not possible; the field is marked. `fail("")` takes it away. */

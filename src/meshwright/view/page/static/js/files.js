@@ -2,7 +2,7 @@
 // Traces and recordings open in Runs. A file that is none of these is refused and changes nothing.
 
 import { clear, h } from "meshwright/draw.js";
-import { listed, openInRuns } from "meshwright/dropped.js";
+import { listed, onDrop, openInRuns } from "meshwright/dropped.js";
 import { refusal } from "meshwright/notice.js";
 import * as source from "meshwright/source.js";
 import * as state from "meshwright/state.js";
@@ -13,17 +13,7 @@ let gpus = () => 0, apply = null, shownFor = "";
 /** Take files that are dropped anywhere on the workspace Plan. Returns the place of the notices. */
 export function begin(readGpus, mendAfter) {
   [gpus, apply] = [readGpus, mendAfter];
-  const isPlan = () => document.body.dataset.workspace === "plan", over = (on) => (event) => {
-    if (!isPlan() || !event.dataTransfer?.types.includes("Files")) return;
-    event.preventDefault();
-    document.body.classList.toggle("over", on);
-  };
-  document.addEventListener("dragover", over(true));
-  document.addEventListener("dragleave", over(false));
-  document.addEventListener("drop", (event) => {
-    over(false)(event);
-    if (isPlan()) take(event.dataTransfer);
-  });
+  onDrop("plan", take);
   state.subscribe(() => shownFor && JSON.stringify(state.config()) !== shownFor && clear(notice)); // what was said is of an older state
   return notice;
 }

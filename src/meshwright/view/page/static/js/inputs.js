@@ -2,7 +2,7 @@
 // the server says (/api/choices): no rule of a legal plan is written here.
 
 import { clear, format, h } from "meshwright/draw.js";
-import { check, chips, entry, picker, words } from "meshwright/fields.js";
+import { ANY, check, chips, entry, picker, words } from "meshwright/fields.js";
 import * as files from "meshwright/files.js";
 import { refusal, toast } from "meshwright/notice.js";
 import { ownCluster, ownModel } from "meshwright/own.js";
@@ -10,7 +10,6 @@ import * as source from "meshwright/source.js";
 import * as state from "meshwright/state.js";
 
 const AXES = ["dp", "tp", "cp", "pp", "ep"];
-const ANY = (values) => values.map((value) => ({ value, legal: true, reason: "", changes: {} }));
 let catalog = null, choices = null, asked = null, timer = 0;
 const widgets = []; // functions that show the present state
 let form = null, problems = null;
@@ -161,8 +160,7 @@ function presets() {
   const select = h("select", { id: "preset", onchange: () => {
     const found = catalog.presets[select.selectedIndex - 1];
     if (!found) return;
-    const keep = state.get().page;
-    state.update({ ...found.state, page: { ...keep, ...found.page, options: { ...keep.options, ...found.page?.options } } });
+    state.update({ ...found.state, page: { ...state.get().page, ...found.page } });
     select.selectedIndex = 0;
   } }, h("option", null, "…"), [...new Set(catalog.presets.map((p) => p.group))].map((group) => h("optgroup", { label: group }, catalog.presets.filter((p) => p.group === group).map((p) => h("option", { title: p.about }, p.title)))));
   return h("div", { class: "field" }, h("label", { for: "preset" }, "Start from"), select);

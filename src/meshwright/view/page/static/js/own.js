@@ -1,9 +1,7 @@
 // A model or a cluster of the user's own: the numbers that decide the cost, and a name.
 
 import { h } from "meshwright/draw.js";
-import { check, entry, words } from "meshwright/fields.js";
-
-const ANY = (values) => values.map((value) => ({ value, legal: true, reason: "", changes: {} }));
+import { ANY, check, entry, words } from "meshwright/fields.js";
 
 /** A field for each part of a model's shape that decides the cost, with the values of the present model. `shape()` has them all. */
 export function ownModel(state, catalog, shape, mendAfter, widgets) {

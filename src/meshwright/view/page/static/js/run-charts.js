@@ -82,7 +82,7 @@ function curve(box, { title, key, lines, text, evaluated = "", expected = null, 
   box.querySelector("h3").after(readout);
   const chart = figure(box, { height: 170, left: 58, right: 10, bottom: 34, label: `${title} of ${lines.map(({ run, points }) => `${run.name}: from ${text(points[0].y)} to ${text(points.at(-1).y)} over ${points.length} steps`).join("; ")}` });
   const begin = Math.min(...lines.map(({ points }) => points[0].x)), end = Math.max(...lines.map(({ points }) => points.at(-1).x));
-  const x = linear([begin, end > begin ? end : begin + 1], [0, chart.width]), y = isLog && sorted[0] > 0 ? log([Math.min(...ys, ...extra.map((p) => p.y)), most], [chart.height, 0]) : linear([least, most > least ? most : least + 1], [chart.height, 0], { nice: true, count: 4 });
+  const x = linear([begin, end > begin ? end : begin + 1], [0, chart.width]), y = isLog && sorted[0] > 0 ? log([Math.min(sorted[0], ...extra.map((p) => p.y)), most], [chart.height, 0]) : linear([least, most > least ? most : least + 1], [chart.height, 0], { nice: true, count: 4 });
   axis(chart, y, "left", { format: text, ticks: 4 });
   axis(chart, x, "bottom", { label: ACROSS[across].label, format: ACROSS[across].text, ticks: Math.max(2, Math.floor(chart.width / 80)) });
   if (expected) {

@@ -10,6 +10,7 @@ import * as state from "meshwright/state.js";
 
 const NEEDS = ["verdict", "memory", "waterfall"];
 const known = new Map(); // by configuration: what the server answered, or a promise of it
+const complete = (found) => NEEDS.every((view) => found[view]?.data);
 const nameOf = (entry) => (typeof entry === "string" ? entry : entry.name ?? entry.extends ?? "own");
 
 /** The present configuration as a scenario, with a name that says what it is. */
@@ -34,7 +35,10 @@ async function answers(config) {
   if (known.size > 64) known.clear();
   if (!known.has(key)) {
     const found = {}, asked = source.views({ config, views: NEEDS, options: {} }, undefined, (answer) => { found[answer.view] = answer; });
-    known.set(key, asked.then(() => found, (error) => (known.delete(key), { verdict: { error: error.error ?? { what: String(error) } } })));
+    known.set(key, asked.catch((error) => { found.verdict = { error: error.error ?? { what: String(error) } }; }).then(() => {
+      if (!complete(found)) known.delete(key); // the server may have been busy: it is asked again with the next drawing
+      return found;
+    }));
   }
   return known.get(key);
 }
@@ -48,11 +52,11 @@ export async function draw(element) {
   const rows = [present("Now"), ...pins], found = await Promise.all(rows.map((one) => answers(one.config)));
   if (mine !== turn) return;
   const catalog = await source.catalog();
-  const list = rows.map((one, i) => ({ ...one, i, ...found[i], data: found[i].verdict?.data ?? null }));
+  const list = rows.map((one, i) => ({ ...one, i, ...found[i], data: complete(found[i]) ? found[i].verdict.data : null }));
   const drawn = list.filter((one) => one.data);
   clear(element).append(h("h2", null, "Scenarios"));
   const titles = ["Step time by part", "Memory of the fullest GPU"], [time, room] = titles.map((title) => panel(title, null));
-  element.append(h("div", { class: "columns" }, time, room), panel(null, null, compared(list, catalog)));
+  element.append(h("div", { class: "columns", hidden: !drawn.length }, time, room), panel(null, null, compared(list, catalog)));
   bars(time, titles[0], drawn, "s", (one) => one.waterfall.data.overlap.rows.find((row) => row.name === "this plan").parts.map((p) => ({ value: p.s, ...part.step(p.part), formula: `${one.name}\n${part.NAMES[p.part] ?? p.part} ${format.seconds(p.s)}`, name: part.NAMES[p.part] ?? p.part })), (one) => format.seconds(one.data.step_time_s));
   bars(room, titles[1], drawn, "GiB", (one) => one.memory.data.stages[one.memory.data.fullest].parts.map((p) => ({ value: p.gib, ...part.memory(p.name), formula: `${one.name}\n${p.name} ${format.gib(p.gib)}`, name: p.name })), (one) => format.gib(one.data.memory_gib), (one) => one.data.memory_limit_gib);
   save.attach(element, "scenarios");
@@ -90,7 +94,7 @@ function compared(list, catalog) {
     result("step", (d) => format.seconds(d.step_time_s)), result("likely", (d) => `${format.seconds(d.step_time_low_s)} to ${format.seconds(d.step_time_high_s)}`),
     result("MFU", (d) => format.percent(d.mfu)), result("memory", (d) => `${format.gib(d.memory_gib)} of ${format.gib(d.memory_limit_gib)}`), result("fits", (d) => (d.fits ? "yes" : "no")),
     result("per second", (d) => `${format.count(d.tokens_per_s)} ${d.unit}`), result("per second and GPU", (d) => `${format.count(d.tokens_per_s / d.subject.gpus)} ${d.unit}`),
-    ...(list.every((one) => one.data) ? [] : [{ what: "not legal", cells: list.map((one) => one.verdict?.error?.what ?? "–") }]),
+    ...(list.every((one) => one.data) ? [] : [{ what: "error", cells: list.map((one) => NEEDS.map((view) => one[view]?.error?.what).find(Boolean) ?? "–") }]),
     ...differing.map((path) => ({ what: path, cells: list.map((_, i) => text(value(i, path))), field: true })),
   ];
   const marked = (row, i) => (row.field && i && row.cells[i] !== row.cells[0] ? h("mark", null, row.cells[i]) : row.cells[i]);
