@@ -185,12 +185,15 @@ def test_the_command_prints_writes_and_escapes(tmp_path, capsys):
     jsonschema_rs.validate(output_schema("explain"), printed)
 
 
-@pytest.mark.parametrize("words", [["missing.json"], []])
-def test_nothing_to_read_is_an_error(words, capsys):
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["missing.json"], "MW-EXPL-001"), ([], "MW-CLI-005"), (["--flight", "x", "y.json"], "MW-CLI-003")],
+)
+def test_nothing_to_read_is_an_error(words, code, capsys):
     with pytest.raises(SystemExit) as done:
         main(["explain", *words])
     assert done.value.code == 2
-    assert "MW-" in capsys.readouterr().err
+    assert code in capsys.readouterr().err
 
 
 def test_groups_that_gloo_does_not_tell_apart_are_not_matched(tmp_path):
@@ -400,6 +403,20 @@ def test_heads_and_sequence_of_flash_attention_are_in_its_own_order(tmp_path):
     model, microbatch, seq = model_of(transformer(tmp_path, layer), 1)
     assert (microbatch, seq) == (2, 512)
     assert (model["heads"], model["kv_heads"], model["head_dim"], model["ffn"]) == (8, 2, 64, 2048)
+
+
+def test_attention_of_a_compiled_program_is_counted_once(tmp_path):
+    """There an inner operator is called by another inner one."""
+    layer = [(1024, 512, 768), (1024, 512, 512), (1024, 512, 4096), (1024, 2048, 512)]
+    outer, dims = "aten::_scaled_dot_product_flash_attention", HEADS_FIRST[1]
+    transformer(tmp_path, layer, outer, dims)
+    content = json.loads((tmp_path / "rank-0.json").read_text())
+    inner = [
+        e | {"name": "aten::_flash_attention_forward", "dur": 1} for e in content["traceEvents"] if e["name"] == outer
+    ]
+    (tmp_path / "rank-0.json").write_text(json.dumps(content | {"traceEvents": content["traceEvents"] + inner}))
+    model, _, seq = model_of(explain_traces(read_traces([tmp_path])).run.ranks[0], 1)
+    assert (model["layers"], model["heads"], seq) == (2, 8, 512)
 
 
 def test_products_that_are_no_layer_say_why_no_plan_is_recognised(tmp_path):

@@ -34,6 +34,10 @@ def command(
     Memory snapshots of torch, alone or with the traces: what filled the devices at their peaks.
     With --flight: the flight records of a program that hangs, and the rank that is the cause."""
     writable(html)
+    if flight and (files or plan or model):
+        raise MeshwrightError(
+            "MW-CLI-003", "--flight cannot be combined with traces, --plan or --model", fix=f"--flight {flight}"
+        )
     if flight:
         flight_records(Path(flight), html, as_json)
         return

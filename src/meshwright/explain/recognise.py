@@ -37,8 +37,12 @@ DATA = (
 )
 SYNCHRONISES = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize|cu(Stream|Ctx|Event)Synchronize|cudaMemcpy$")
 READS_NUMBER = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero")
-ATTENTION = "aten::scaled_dot_product_attention"
-INNER_ATTENTION = ("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "flash_attn::")
+ATTENTION = (  # one calls the next; a compiled program begins with the second
+    "aten::scaled_dot_product_attention",
+    "aten::_scaled_dot_product_",
+    "aten::_flash_attention_forward",
+    "flash_attn::",
+)
 MANY_LOST = 0.01  # share of launches without a kernel that is worth a note: the last ones may run after the recording
 LAYER = re.compile(r"FSDP::pre_forward \((.*)\)|nn\.Module: (\w+_\d+)")
 
@@ -203,9 +207,9 @@ class RecognisedTrace:
     def attention(self) -> NDArray[np.int64]:
         """The calls of attention in the traced steps."""
         e, steps = self.events, self.host_steps
-        outer, inner = self.names_with(ATTENTION), self.names_with(*INNER_ATTENTION) & ~self.names_with(ATTENTION)
-        chosen = (outer if outer.any() else inner) & (e.category == OPERATOR)
-        return np.flatnonzero(chosen & (e.start >= steps[0].start) & (e.start < steps[-1].end))
+        inside = (e.category == OPERATOR) & (e.start >= steps[0].start) & (e.start < steps[-1].end)
+        by_name = (np.flatnonzero(inside & self.names_with(name)) for name in ATTENTION)
+        return next((calls for calls in by_name if len(calls)), np.empty(0, np.int64))
 
     @cached_property
     def forward_attention(self) -> NDArray[np.int64]:
