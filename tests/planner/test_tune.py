@@ -22,6 +22,8 @@ from meshwright.describe.config import configure, load
 from meshwright.planner.tune import session
 from meshwright.planner.tune.belief import Belief, MemoryBelief
 from meshwright.view.json_schema import output_schema
+from meshwright.view.tables import show
+from meshwright.view.tune import page
 
 # A training program that knows only its plan file. BUGS: plans by a word of theirs, and what happens to them.
 PROGRAM = """
@@ -265,6 +267,8 @@ def test_logs_of_another_question_and_damaged_ones(folder, capsys):
         good + "[]\n",
         good.replace('"seconds": 0', '"seconds": -0'),
         good + '{"kind": "end", "candidate": 99}\n',
+        good + '{"kind": "end", "candidate": "1", "outcome": "failed"}\n',
+        good + '{"kind": "end", "candidate": 1, "outcome": "measured", "seconds": 1, "spread": "x"}\n',
         "",
     ):
         file.write_text(bad)
@@ -294,3 +298,12 @@ def test_a_candidate_that_was_run_is_never_proposed_again(folder):
     tuning = session.Tuning(config, plans, folder, [session.TuneRun(0, "failed")])
     tuning.gains = lambda: np.zeros(2)
     assert tuning.proposed() == (1, 0.0)
+
+
+def test_a_folder_with_brackets_is_shown_as_it_is(folder, capsys):
+    config = configure("plan.toml", gpus=2)
+    tuning = session.Tuning(config, [config.plan], Path("[old]"), [session.TuneRun(0, "measured", 0.1)])
+    show(page(tuning, "all candidates were run"))
+    shown = capsys.readouterr().out
+    assert "[old]/best.toml" in shown
+    assert "[old]/stack.toml" in shown

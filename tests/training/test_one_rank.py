@@ -192,7 +192,12 @@ def test_impossible_values_are_refused(name, value, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "code"),
-    [(("--rank", "64"), "MW-MEASURE-001"), (("--stage", "1"), "MW-MEASURE-001"), (("--stage", "x"), "MW-MEASURE-001")],
+    [
+        (("--rank", "64"), "MW-MEASURE-001"),
+        (("--stage", "1"), "MW-MEASURE-001"),
+        (("--stage", "x"), "MW-MEASURE-001"),
+        (("--rank", "0", "--stage", "0"), "MW-CLI-003"),
+    ],
 )
 def test_ranks_and_stages_that_do_not_exist(options, code, tmp_path, capsys):
     assert code in call(capsys, "measure", written(tmp_path, "shards"), "--device", "cpu", *options, code=2)
@@ -230,6 +235,7 @@ def test_logs_of_frameworks(tmp_path):
     assert steps_in("a 100 samples/s\n" * 4, config, r"([0-9]+) samples").median == 100
     assert steps_in("a 100 samples/s\n" * 4, config, r"(?P<samples_per_s>[0-9]+) samples").median == batch / 100
     log = tmp_path / "log"
+    assert steps_in("a samples/s\n" * 4, config, r"a ([0-9]+)?").seconds == []
     log.write_text(MEGATRON)
     found = measured_in(str(log), config)
     assert found.step_s == pytest.approx(0.5)

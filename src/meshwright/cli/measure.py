@@ -35,6 +35,8 @@ def command(
     from meshwright.view.tables import show, show_json
 
     writable(out)
+    if rank is not None and stage != "all":
+        raise MeshwrightError("MW-CLI-003", "--rank and --stage cannot be combined", fix=f"--rank {rank}")
     config = api.load(plan, **asked)
     if log or is_settings_file(str(plan)):
         from meshwright.interop.one_rank import command_of, measured_in

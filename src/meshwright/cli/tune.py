@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 from typing import Any, Unpack
 
+from rich.markup import escape
+
 from meshwright import api
 from meshwright.cli.options import TrainingOptions, described
 from meshwright.cli.output import patient
@@ -62,7 +64,7 @@ def command(
         question["stack"] = stack_of(plan, cluster, asked)
     if session.begun(out):
         tuning, unfinished = session.resume(configuration(plan, cluster, target, **question), out, runner)
-        report(as_json, f"[dim]continued: {len(tuning.trials)} runs are in {out}[/]")
+        report(as_json, f"[dim]continued: {len(tuning.trials)} runs are in {escape(str(out))}[/]")
     else:
         with patient("searching") as progress:
             config, plans = candidates_of(plan, cluster, target, candidates, progress, **question)

@@ -83,10 +83,10 @@ def compiled(pattern: str) -> re.Pattern[str]:
     return regex
 
 
-def seconds_of(unit: str, text: str, config: Config) -> float:
-    """Seconds of a step from a number in a log; nan if it says nothing."""
+def seconds_of(unit: str, text: str | None, config: Config) -> float:
+    """Seconds of a step from a number in a log; nan if it says nothing. A group that is optional may match nothing."""
     try:
-        value = float(text.replace(",", ""))
+        value = float((text or "").replace(",", ""))
     except ValueError:
         return math.nan
     work = config.workload

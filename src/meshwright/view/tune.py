@@ -43,6 +43,8 @@ def page(tuning: Tuning, reason: str) -> RenderableType:
     closing = [f"Stopped: {reason}."]
     if best and best.seconds:
         title = escape(tuning.plans[best.candidate].title())
-        closing.append(f"Fastest: [bold]{title}[/], {format_seconds(best.seconds)}; written to {tuning.folder / BEST}")
-        closing.append(f"Predictions centred on these runs: --stack {tuning.folder / STACK}")
+        closing.append(
+            f"Fastest: [bold]{title}[/], {format_seconds(best.seconds)}; written to {escape(str(tuning.folder / BEST))}"
+        )
+        closing.append(f"Predictions centred on these runs: --stack {escape(str(tuning.folder / STACK))}")
     return Group(rows, *([others] if left else []), *closing)

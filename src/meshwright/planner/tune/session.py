@@ -193,9 +193,12 @@ def resume(config: Config, folder: Path, command: Command) -> tuple[Tuning, list
 
 
 def checked(trial: TuneRun) -> TuneRun:
-    numbers = (trial.seconds,) if trial.outcome == MEASURED else ()
-    if not all(isinstance(x, int | float) and math.isfinite(x) and x > 0 for x in numbers):
-        raise ValueError("a measured step is not positive")
+    numbers = [x for x in (trial.spread, trial.memory_gib) if x]
+    numbers += [trial.seconds or 0.0] if trial.outcome == MEASURED else []
+    if not all(isinstance(x, int | float) and 0 < x < math.inf for x in numbers):
+        raise ValueError("the seconds, the spread or the memory of a run are not positive")
+    if type(trial.candidate) is not int or not isinstance(trial.why, str) or not isinstance(trial.outcome, str):
+        raise ValueError("the candidate, the outcome or the reason of a run is of another kind")
     return trial
 
 
