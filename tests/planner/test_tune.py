@@ -19,8 +19,10 @@ import pytest
 import meshwright
 from meshwright.cli import main
 from meshwright.describe.config import configure, load
+from meshwright.interop.frameworks import framework_named
 from meshwright.planner.tune import session
 from meshwright.planner.tune.belief import Belief, MemoryBelief
+from meshwright.planner.tune.candidates import configuration, user_plan
 from meshwright.view.json_schema import output_schema
 from meshwright.view.tables import show
 from meshwright.view.tune import page
@@ -298,6 +300,18 @@ def test_a_candidate_that_was_run_is_never_proposed_again(folder):
     tuning = session.Tuning(config, plans, folder, [session.TuneRun(0, "failed")])
     tuning.gains = lambda: np.zeros(2)
     assert tuning.proposed() == (1, 0.0)
+
+
+def test_the_users_plan_is_that_of_plan_files_and_of_settings_and_keeps_to_the_question(folder):
+    settings = Path(__file__).parents[2] / "examples/settings/torchtitan-llama3-70b.toml"
+    torchtitan = framework_named("torchtitan")
+    config = configuration(settings, "dgx-h100", torchtitan, gpus=128)
+    assert user_plan(settings, "dgx-h100", {"gpus": 128}, config).tp == 8
+    config = configuration("plan.toml", "", None, gpus=2)
+    assert user_plan("plan.toml", "", {"gpus": 2, "allow": []}, config).replicate == 2
+    assert user_plan("plan.toml", "", {"gpus": 2, "fix": ["tp=2"]}, config) is None
+    smaller = {"gpus": 2, "set": ["workload.batch=1"]}
+    assert user_plan("plan.toml", "", smaller, configuration("plan.toml", "", None, **smaller)) is None
 
 
 def test_a_folder_with_brackets_is_shown_as_it_is(folder, capsys):

@@ -4,14 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.describe import legality
-from meshwright.describe.config import Config
+from meshwright.describe.config import Asked, Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
+from meshwright.interop.files import configure
 from meshwright.interop.keys import Framework
 from meshwright.interop.write import is_runnable
 from meshwright.planner import api
 from meshwright.planner.question import read
 from meshwright.planner.search.branch_and_bound import Progress
+
+LIMITS = ("fix", "most", "least", "without")
+DEGREES = {"plan.tp", "plan.pp", "plan.cp", "plan.ep", "plan.shard", "plan.replicate"}
 
 
 def candidates(
@@ -23,7 +27,7 @@ def candidates(
     runs = runner(config, target)
     offered = [c.plan for c in (ranking.best, *ranking.strategies.values(), *ranking.leaders)]
     found: list[Plan] = []
-    own = user_plan(source, cluster, question)
+    own = user_plan(source, cluster, question, config)
     for plan in ([own] if own else []) + offered:
         if len(found) < count and plan not in found and runs(plan):
             found.append(plan)
@@ -49,14 +53,14 @@ def runner(config: Config, target: Framework | None) -> Callable[[Plan], bool]:
     return lambda plan: legality.not_trained(plan, config.model, config.workload, config.stack) is None
 
 
-def user_plan(source: Any, cluster: Any, question: Any) -> Plan | None:
-    """The plan of the user's file, if it has one that is legal."""
-    from meshwright.describe.config import configure
-
-    described = {name: question[name] for name in ("nodes", "gpus", "batch", "seq", "stack") if question.get(name)}
+def user_plan(source: Any, cluster: Any, question: Any, config: Config) -> Plan | None:
+    """The plan of the user's file, if it has one that is legal in the configuration of the question. None if the question limits the search,
+    since the plan may lie outside of the limits."""
+    if any(question.get(name) for name in LIMITS):
+        return None
+    asked = {name: value for name, value in question.items() if name in Asked.__annotations__ and value}
     try:
-        config = configure(source, cluster, **described)
-        stated = {"plan.tp", "plan.pp", "plan.cp", "plan.ep", "plan.shard", "plan.replicate"} & set(config.origins)
-        return config.check().plan if stated else None
+        stated = configure(source, cluster, **asked)
+        return config.but(plan=stated.plan).check().plan if DEGREES & set(stated.origins) else None
     except MeshwrightError:
         return None
