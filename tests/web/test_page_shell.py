@@ -220,7 +220,7 @@ def test_a_scenario_that_the_server_could_not_compute_is_asked_for_again(server:
     page.locator("#scenarios", has_text="too many requests wait").wait_for()
     page.unroute("**/api/views")
     page.locator("#theme").click()  # draws everything anew
-    page.locator("#scenarios svg.figure").first.wait_for()
+    page.locator("#scenarios svg.figure [data-scenario]").first.wait_for(state="attached", timeout=8000)
 
 
 def test_find_the_best_puts_the_winner_into_the_plan(server: str, open_page: Open) -> None:

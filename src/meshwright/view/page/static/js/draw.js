@@ -175,6 +175,12 @@ function activateIn(chart, node, action, name) {
   return activate(node, action);
 }
 
+/** A dashed line across a chart at a position of one of its scales, such as a limit, with words at its end. `flat`: at a position of y. */
+export function threshold(chart, at, words, { flat = false, colour = "bad" } = {}) {
+  chart.plot.append(svg("line", { ...(flat ? { x1: 0, x2: chart.width, y1: at, y2: at } : { x1: at, x2: at, y1: -4, y2: chart.height }), stroke: colour, "stroke-width": 2, "stroke-dasharray": "5 4" }));
+  label(chart, words, flat ? chart.width : Math.max(at, 110) - 4, flat ? at - 5 : -2, { anchor: "end", size: 11, colour, halo: true });
+}
+
 /** Bars: rows [{ label, value, start = 0, colour, pattern, formula, text }] on scales { x, y }; horizontal if y is the band. */
 export function bars(chart, rows, { x, y, text = null, focus = true } = {}) {
   const flat = y.kind === "band";

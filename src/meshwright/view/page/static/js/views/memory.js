@@ -1,6 +1,6 @@
 // Memory: stacked by part with the capacity line, per pipeline stage, and over time within the step.
 
-import { area, axis, band, choice, figure, format, h, label, legend, linear, line, panel, stacked, stat, svg } from "meshwright/draw.js";
+import { area, axis, band, choice, figure, format, h, label, legend, linear, line, panel, stacked, stat, threshold } from "meshwright/draw.js";
 import * as part from "meshwright/parts.js";
 
 export const view = {
@@ -42,15 +42,10 @@ export function stages(element, data, { most = 16 } = {}) {
   stacked(chart, rows, { x, y });
   for (const r of rows) label(chart, format.gib(r.total), x(r.total) + 6, y(r.label) + y.width / 2, { middle: true, size: 11, colour: r.total > data.limit_gib ? "bad" : "ink", weight: 600, halo: true });
   if (far) label(chart, `limit ${format.gib(data.limit_gib)} →`, chart.width, -2, { anchor: "end", size: 11, colour: "bad" });
-  else limit(chart, x(data.limit_gib), `limit ${format.gib(data.limit_gib)}`);
+  else threshold(chart, x(data.limit_gib), `limit ${format.gib(data.limit_gib)}`);
   if (shown.length < data.stages.length) element.append(h("p", { class: "sentence" }, `The first and last ${most / 2} of ${data.stages.length} stages.`));
   element.append(legend(data.parts.map((name) => ({ label: name, ...part.memory(name) }))));
   return chart;
-}
-
-function limit(chart, x, text) {
-  chart.plot.append(svg("line", { x1: x, x2: x, y1: -4, y2: chart.height, stroke: "bad", "stroke-width": 2, "stroke-dasharray": "5 4" }));
-  label(chart, text, x - 4, -2, { anchor: "end", size: 11, colour: "bad", halo: true });
 }
 
 function overTime(element, data) {
@@ -65,11 +60,6 @@ function overTime(element, data) {
   area(chart, steps, { x, y, colour: "activations", opacity: 0.75, steps: true });
   line(chart, steps, { x, y, colour: "activations", steps: true, width: 1.2 });
   if (far) label(chart, `limit ${format.gib(data.limit_gib)} ↑`, chart.width, 6, { anchor: "end", size: 11, colour: "bad" });
-  else overLimit(chart, y, data);
+  else threshold(chart, y(data.limit_gib), `limit ${format.gib(data.limit_gib)}`, { flat: true });
   element.append(legend([{ label: "states, working memory, context: constant", colour: "parameters" }, { label: "activations in flight", colour: "activations" }]));
-}
-
-function overLimit(chart, y, data) {
-  chart.plot.append(svg("line", { x1: 0, x2: chart.width, y1: y(data.limit_gib), y2: y(data.limit_gib), stroke: "bad", "stroke-width": 2, "stroke-dasharray": "5 4" }));
-  label(chart, `limit ${format.gib(data.limit_gib)}`, chart.width, y(data.limit_gib) - 5, { anchor: "end", size: 11, colour: "bad", halo: true });
 }

@@ -1,7 +1,7 @@
 // Between the stages: bandwidth that is needed and available, and the best number of chunks.
 
 import { curves } from "meshwright/curves.js";
-import { axis, band, bars, figure, format, h, label, log, panel, stat, svg } from "meshwright/draw.js";
+import { axis, band, bars, figure, format, h, label, log, panel, stat, threshold } from "meshwright/draw.js";
 
 const gigabits = (bytes) => `${format.number((bytes * 8) / 1e9)} Gb/s`;
 
@@ -38,8 +38,7 @@ function needs(element, b) {
   rows.forEach((r, i) => i % every === 0 && label(c, `${r.stage}`, x(String(r.stage)) + x.width / 2, c.height + 16, { anchor: "middle", size: 11, colour: "quiet" }));
   label(c, "stage", c.width / 2, c.height + 31, { anchor: "middle", size: 11, colour: "quiet" });
   rows.forEach((r, i) => bars(c, [{ label: String(r.stage), start: y.domain[0], value: values[i] - y.domain[0], colour: r.needed > b.available ? "bad" : "pp", formula: r.formula, text: rows.length <= 12 ? format.number(values[i]) : null }], { x, y }));
-  c.plot.append(svg("line", { x1: 0, x2: c.width, y1: y(top), y2: y(top), stroke: "optimizer", "stroke-width": 2, "stroke-dasharray": "6 4" }));
-  label(c, `available: ${format.number(top)} Gb/s`, c.width, y(top) - 6, { anchor: "end", size: 11, colour: "optimizer", halo: true });
+  threshold(c, y(top), `available: ${format.number(top)} Gb/s`, { flat: true, colour: "optimizer" });
 }
 
 function chunks(element, d) {

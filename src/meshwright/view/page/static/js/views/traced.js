@@ -1,9 +1,10 @@
 // Traced steps beside the prediction: a strip per rank, what to change first, and the waterfall from the predicted to the measured step.
 
-import { axis, band, bars, figure, format, h, label, legend, linear, panel, stat, table } from "meshwright/draw.js";
+import { format, h, legend, panel, stat, table } from "meshwright/draw.js";
 import { zone } from "meshwright/dropped.js";
 import { laneOf, lanes } from "meshwright/lanes.js";
 import * as source from "meshwright/source.js";
+import { falling } from "meshwright/views/waterfall.js";
 
 const COLOURS = {
   "compute: products": "compute", "compute: attention": "weight", "compute: loss": "backward", "compute: optimizer": "optimizer", "compute: other": "recompute",
@@ -75,11 +76,5 @@ function waterfall(element, predicted) {
     sum += change;
   }
   rows.push({ label: "measured", start: 0, value: sum, colour: "compute", text: format.seconds(sum) });
-  const top = Math.max(...rows.map((r) => r.start + r.value)), unit = top >= 1 ? ["s", 1] : ["ms", 1e3];
-  const chart = figure(element, { height: 50 + 26 * rows.length, left: 190, right: 80, bottom: 40, label: rows.map((r) => `${r.label} ${r.text}`).join(", ") });
-  const x = linear([0, top], [0, chart.width]), y = band(rows.map((r) => r.label), [0, chart.height], { gap: 0.3 });
-  axis(chart, x, "bottom", { label: `time within the step, ${unit[0]}`, format: (v) => format.number(v * unit[1]) });
-  axis(chart, y, "left");
-  bars(chart, rows.map((r) => ({ ...r, text: null })), { x, y });
-  for (const r of rows) label(chart, r.text, x(r.start + r.value) + 6, y(r.label) + y.width / 2, { middle: true, size: 11, halo: true });
+  falling(element, rows, { left: 190, label: rows.map((r) => `${r.label} ${r.text}`).join(", ") });
 }

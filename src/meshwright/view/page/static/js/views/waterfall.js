@@ -30,24 +30,29 @@ function stats(data) {
 
 /** The waterfall. Shared with the overview. */
 export function steps(element, data) {
-  const top = data.step_time_s, small = element.clientWidth < 480, unit = top >= 1 ? ["s", 1] : ["ms", 1e3];
+  const small = element.clientWidth < 480;
   let sum = 0;
   const rows = data.parts.map((p) => {
     const row = { label: small ? part.NAMES[p.part] ?? p.name : p.name, value: p.s, start: sum, ...part.step(p.part), formula: `${p.name}: ${format.seconds(p.s)} (${format.percent(p.s / data.step_time_s)} of the step)\n${p.formula}`, text: `${format.seconds(p.s)} · ${format.percent(p.s / data.step_time_s)}` };
     sum += p.s;
     return row;
   });
-  rows.push({ label: "step", value: data.step_time_s, colour: "quiet", text: format.seconds(data.step_time_s), formula: data.formulas.step });
-  const chart = figure(element, { height: 50 + 25 * rows.length, left: small ? 104 : 196, right: small ? 60 : 100, bottom: 40, label: `Step of ${format.seconds(data.step_time_s)}: ${data.parts.map((p) => `${p.name} ${format.seconds(p.s)}`).join(", ")}` });
+  rows.push({ label: "step", start: 0, value: data.step_time_s, colour: "quiet", text: format.seconds(data.step_time_s), formula: data.formulas.step });
+  falling(element, rows, { left: small ? 104 : 196, label: `Step of ${format.seconds(data.step_time_s)}: ${data.parts.map((p) => `${p.name} ${format.seconds(p.s)}`).join(", ")}` });
+}
+
+/** Bars of a step of which each begins where another ends: rows [{ label, start, value, colour, text, formula }]. */
+export function falling(element, rows, { left, label: name }) {
+  const top = Math.max(...rows.map((r) => r.start + r.value)), small = element.clientWidth < 480, unit = top >= 1 ? ["s", 1] : ["ms", 1e3];
+  const chart = figure(element, { height: 50 + 25 * rows.length, left, right: small ? 60 : 100, bottom: 40, label: name });
   const x = linear([0, top], [0, chart.width]), y = band(rows.map((r) => r.label), [0, chart.height], { gap: 0.3 });
   axis(chart, x, "bottom", { label: `time within the step, ${unit[0]}`, format: (v) => format.number(v * unit[1]), ticks: small ? 3 : 6 });
   axis(chart, y, "left");
   bars(chart, rows.map((r) => ({ ...r, text: null })), { x, y });
   for (const r of rows) {
-    const end = x((r.start ?? 0) + r.value), inside = end > chart.width - (small ? 20 : 40) && x(r.start ?? 0) > 90;
-    label(chart, small ? r.text.split(" · ")[0] : r.text, inside ? x(r.start ?? 0) - 6 : end + 6, y(r.label) + y.width / 2, { anchor: inside ? "end" : "start", middle: true, size: 11, halo: true });
+    const end = x(r.start + r.value), inside = end > chart.width - (small ? 20 : 40) && x(r.start) > 90;
+    label(chart, small ? r.text.split(" · ")[0] : r.text, inside ? x(r.start) - 6 : end + 6, y(r.label) + y.width / 2, { anchor: inside ? "end" : "start", middle: true, size: 11, halo: true });
   }
-  return chart;
 }
 
 function buffering(element, overlap) {

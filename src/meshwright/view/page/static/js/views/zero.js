@@ -1,6 +1,6 @@
 // ZeRO stages and the memory wall: state on one GPU by stage, the largest model that fits, and this plan with each stage.
 
-import { axis, band, bars, choice, figure, format, h, label, legend, line, linear, log, panel, stacked, svg, table } from "meshwright/draw.js";
+import { axis, band, bars, choice, figure, format, h, label, legend, line, linear, log, panel, stacked, svg, table, threshold } from "meshwright/draw.js";
 
 const COLOURS = { parameters: "parameters", gradients: "gradients", optimizer: "states" }, LINES = [["tp", null], ["cp", "7 4"], ["ep", "3 3"], ["compute", null]];
 
@@ -37,13 +37,8 @@ function stages(element, data) {
   axis(c, y, "left");
   stacked(c, list.map((s) => ({ label: s.label, parts: s.parts.map((p) => ({ name: p.name, value: p.bytes, colour: COLOURS[p.name], formula: s.formula })) })), { x, y });
   for (const s of list) label(c, format.bytes(s.bytes), x(s.bytes) + 5, y(s.label) + y.width / 2, { middle: true, size: 11, weight: 600, colour: s.bytes > data.limit_bytes ? "bad" : "ink", halo: true });
-  limit(c, x(data.limit_bytes), data);
+  threshold(c, x(data.limit_bytes), `${data.accelerator} ${format.bytes(data.limit_bytes)}`);
   element.append(legend([{ label: "weights 2N", colour: "parameters" }, { label: "gradients 2N", colour: "gradients" }, { label: "masters and moments 12N", colour: "states" }]), h("p", { class: "sentence" }, `Sent per step and GPU: ${data.stages.map((s) => `${s.name} ${s.sent}`).join(", ")} elements.`));
-}
-
-function limit(c, x, data, text = format.bytes(data.limit_bytes)) {
-  c.plot.append(svg("line", { x1: x, x2: x, y1: -3, y2: c.height, stroke: "bad", "stroke-width": 2, "stroke-dasharray": "5 4" }));
-  label(c, `${data.accelerator} ${text}`, Math.max(x, 110) - 4, -4, { anchor: "end", size: 10.5, colour: "bad", halo: true });
 }
 
 function wall(element, data) {
@@ -57,8 +52,7 @@ function wall(element, data) {
       c.plot.append(svg("circle", { cx: x(w.largest), cy: y(data.limit_bytes), r: 4.5, fill: LINES[k][0], stroke: "surface" }));
     }
   });
-  c.plot.append(svg("line", { x1: 0, x2: c.width, y1: y(data.limit_bytes), y2: y(data.limit_bytes), stroke: "bad", "stroke-width": 2, "stroke-dasharray": "5 4" }));
-  label(c, `${data.accelerator} ${format.bytes(data.limit_bytes)}`, 6, y(data.limit_bytes) - 6, { size: 11, colour: "bad", halo: true });
+  threshold(c, y(data.limit_bytes), `${data.accelerator} ${format.bytes(data.limit_bytes)}`, { flat: true });
   const mine = x(data.parameters);
   c.plot.append(svg("line", { x1: mine, x2: mine, y1: 0, y2: c.height, stroke: "quiet", "stroke-width": 1.3, "stroke-dasharray": "2 3" }));
   label(c, "this model", mine > c.width - 70 ? mine - 4 : mine + 4, c.height - 6, { anchor: mine > c.width - 70 ? "end" : "start", size: 10.5, colour: "quiet", halo: true });
@@ -72,5 +66,5 @@ function whole(element, data) {
   axis(c, x, "bottom", { label: "GiB on the fullest GPU", ticks: 4 });
   axis(c, y, "left");
   bars(c, list.map((p) => ({ label: p.label, value: gib(p.bytes), colour: p.fits ? "compute" : "bad", pattern: p.now ? null : "hatch", formula: `${p.label}: ${format.gib(gib(p.bytes))}, step ${format.seconds(p.step_time_s)}`, text: `${format.gib(gib(p.bytes))} · ${format.seconds(p.step_time_s)}${p.now ? " · this plan" : ""}` })), { x, y });
-  limit(c, x(gib(data.limit_bytes)), data, format.gib(gib(data.limit_bytes)));
+  threshold(c, x(gib(data.limit_bytes)), `${data.accelerator} ${format.gib(gib(data.limit_bytes))}`);
 }
