@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tempfile
 from collections.abc import Sequence
@@ -11,15 +12,18 @@ from typing import Any
 import httpx
 import jsonschema_rs
 import pytest
+from starlette.requests import Request
 
 from meshwright.errors import MeshwrightError
 from meshwright.explain.beside import beside_plan
 from meshwright.explain.explanation import explain_traces
 from meshwright.explain.folder import read_traces
 from meshwright.view.json_schema import schema_of
+from meshwright.view.page.runs import RunFolders
 from meshwright.view.page.shapes import SHAPES
 from meshwright.view.page.traced import data
-from meshwright.web import dropped
+from meshwright.web import api, dropped
+from meshwright.web.api import Api, Cache
 from meshwright.web.dropped import MOST_BYTES, TYPE, DroppedFiles
 from meshwright.web.jobs import Refused
 from web.running import CLIENT, run_async
@@ -138,3 +142,30 @@ def test_other_types_are_refused_and_no_route_takes_a_path(server: str) -> None:
     for name in ("explain", "compare"):
         answer = CLIENT.post(f"{server}/api/{name}", json={"files": ["/etc/passwd"], "folders": {}, "reference": ""})
         assert answer.status_code == 404
+
+
+def test_files_wait_a_moment_for_those_that_the_page_dropped_before(monkeypatch: Any) -> None:
+    class Pool:
+        async def lines(self, *request: Any) -> Any:
+            yield b"{}\n"
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body([("a.json", b"{}")])}
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def two_drops() -> int:
+        api_ = Api({api.SEARCHED: Pool()}, Cache(1), RunFolders(None))  # type: ignore[dict-item]
+        scope = {"type": "http", "headers": [(b"content-type", TYPE.encode())], "query_string": b""}
+        await api_.reading_files.acquire()
+        asyncio.get_running_loop().call_later(0.05, api_.reading_files.release)
+        answer = await api_.dropped(Request(scope, receive))
+        monkeypatch.setattr(api, "PATIENCE_S", 0.05)
+        with pytest.raises(Refused) as caught:
+            await api_.dropped(Request(scope, receive))
+        await answer.sender(send)
+        assert not api_.reading_files.locked()
+        return caught.value.status
+
+    assert run_async(two_drops()) == 429

@@ -65,6 +65,7 @@ QUICK, SEARCHED = "quick", "search"
 POOL_OF = dict.fromkeys(("plan", "explain", "compare"), SEARCHED)  # tasks that take seconds; all others are quick
 WATCH_S, HEARTBEAT_S = 0.5, 15.0
 MOST_STREAMS, MOST_WATCHED = 32, 16
+PATIENCE_S = 3.0  # a page that drops other files has just left the answer to its last ones, which must end first
 JSON, NDJSON = b"application/json", b"application/x-ndjson"
 
 Sender = Callable[[Send], Awaitable[None]]
@@ -168,15 +169,17 @@ class Api:
             self.watching -= 1
 
     async def dropped(self, request: Request) -> Answer:
-        """The view of dropped traces or recordings. One such body is read at a time: others are refused."""
+        """The view of dropped traces or recordings. One such body is read at a time; others wait for it a moment, then are refused."""
         if request.headers.get("content-type", "") != dropped.TYPE:
             what = f"the content type is not {dropped.TYPE}"
             raise Refused.of(415, MeshwrightError("MW-WEB-004", what, fix=f"Content-Type: {dropped.TYPE}"))
-        if self.reading_files.locked():
-            what, fix = "files are read already", "try again when their view is there"
-            raise Refused.of(429, MeshwrightError("MW-WEB-002", what, fix=fix))
+        try:
+            await asyncio.wait_for(self.reading_files.acquire(), PATIENCE_S)
+        except TimeoutError:
+            what, fix = "the server reads other files", "try again when their view is there"
+            raise Refused.of(429, MeshwrightError("MW-WEB-002", what, fix=fix)) from None
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self.reading_files)
+            stack.callback(self.reading_files.release)
             folder = stack.enter_context(TemporaryDirectory(prefix="meshwright-"))
             files = dropped.DroppedFiles(Path(folder))
             await dropped.receive_files(request.receive, files)
