@@ -26,5 +26,4 @@ export function curves(element, { label, height = 280, left = 62, x: across, y: 
   });
   const named = series.filter((s) => s.name);
   if (named.length > 1) element.append(legend(named.map((s) => ({ label: s.name, colour: s.colour, shape: s.only ? "box" : "line", dash: s.dash }))));
-  return { c, x, y };
 }

@@ -44,7 +44,7 @@ const CSS_WORDS = new Set(["none", "currentcolor", "transparent", "white", "blac
 /** The present value of a CSS variable, for canvas: colourOf("compute") → "#0072B2". */
 export const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim() || name;
 
-// Scales: functions from a value to a position, with `domain`, `range`, `ticks(n)` and `invert(position)`.
+// Scales: functions from a value to a position, with `domain`, `range` and `ticks(n)`; a linear one has `invert(position)`.
 
 /** Linear scale. `linear([0, max], [0, width])`; `nice` extends the domain to a round tick. */
 export function linear(domain, range, { nice = false, count = 5 } = {}) {
@@ -72,7 +72,6 @@ export function log(domain, range, { base = 10 } = {}) {
   const [a, b] = domain.map((v) => Math.log(Math.max(v, Number.MIN_VALUE)));
   const width = b - a || 1;
   const scale = (value) => range[0] + ((Math.log(Math.max(value, Number.MIN_VALUE)) - a) / width) * (range[1] - range[0]);
-  scale.invert = (position) => Math.exp(a + ((position - range[0]) / (range[1] - range[0])) * width);
   scale.ticks = (n = 6) => {
     const unit = Math.log(base), first = Math.ceil(a / unit - 1e-9), last = Math.floor(b / unit + 1e-9);
     const step = Math.max(1, Math.ceil((last - first + 1) / n)), out = [];
@@ -182,52 +181,46 @@ export function threshold(chart, at, words, { flat = false, colour = "bad" } = {
 }
 
 /** Bars: rows [{ label, value, start = 0, colour, pattern, formula, text }] on scales { x, y }; horizontal if y is the band. */
-export function bars(chart, rows, { x, y, text = null, focus = true } = {}) {
+export function bars(chart, rows, { x, y, focus = true } = {}) {
   const flat = y.kind === "band";
   for (const row of rows) {
     const from = row.start ?? 0, options = { fill: row.colour ?? "compute", pattern: row.pattern, formula: row.formula, focus };
     if (flat) rect(chart, Math.min(x(from), x(from + row.value)), y(row.label), Math.abs(x(from + row.value) - x(from)), y.width, options);
     else rect(chart, x(row.label), Math.min(y(from), y(from + row.value)), x.width, Math.abs(y(from) - y(from + row.value)), options);
-    const words = row.text ?? (text && text(row.value));
-    if (words && flat) label(chart, words, x(from + Math.max(0, row.value)) + 6, y(row.label) + y.width / 2, { middle: true, size: 11, halo: true });
-    else if (words) label(chart, words, x(row.label) + x.width / 2, y(from + Math.max(0, row.value)) - 5, { anchor: "middle", size: 11, halo: true });
+    if (row.text && flat) label(chart, row.text, x(from + Math.max(0, row.value)) + 6, y(row.label) + y.width / 2, { middle: true, size: 11, halo: true });
+    else if (row.text) label(chart, row.text, x(row.label) + x.width / 2, y(from + Math.max(0, row.value)) - 5, { anchor: "middle", size: 11, halo: true });
   }
 }
 
-/** Stacked bars: rows [{ label, parts: [{ name, value, colour, pattern, formula }] }] on scales { x, y }; horizontal if y is the band. */
+/** Stacked bars: rows [{ label, parts: [{ name, value, colour, pattern, formula }] }] on scales { x, y }, of which y is the band. */
 export function stacked(chart, rows, { x, y, focus = true } = {}) {
-  const flat = y.kind === "band";
   for (const row of rows) {
     let sum = 0;
     for (const part of row.parts) {
       if (!(part.value > 0)) continue;
       const options = { fill: part.colour, pattern: part.pattern, formula: part.formula, focus, round: 0 };
-      if (flat) rect(chart, x(sum), y(row.label), x(sum + part.value) - x(sum), y.width, options);
-      else rect(chart, x(row.label), y(sum + part.value), x.width, y(sum) - y(sum + part.value), options);
+      rect(chart, x(sum), y(row.label), x(sum + part.value) - x(sum), y.width, options);
       sum += part.value;
     }
   }
 }
 
-/** A line through points [{ x, y }] (null y: a gap). Options: x, y scales, colour, dash, width, steps (staircase), dots. */
-export function line(chart, points, { x, y, colour = "compute", dash = null, width = 2, steps = false, dots = false, formula: text = null } = {}) {
-  let path = "", pen = false, last = null;
+/** A line through points [{ x, y }] (null y: a gap). Options: x, y scales, colour, dash, width, steps (staircase). */
+export function line(chart, points, { x, y, colour = "compute", dash = null, width = 2, steps = false, formula: text = null } = {}) {
+  let path = "", pen = false;
   for (const p of points) {
     if (p.y === null || p.y === undefined || !Number.isFinite(p.y)) { pen = false; continue; }
     const [px, py] = [x(p.x), y(p.y)].map((v) => Number(v.toFixed(2)));
     path += pen ? (steps ? `H${px}V${py}` : `L${px},${py}`) : `M${px},${py}`;
     pen = true;
-    last = [px, py];
   }
   const node = svg("path", { d: path, fill: "none", stroke: colour, "stroke-width": width, "stroke-dasharray": dash, "stroke-linejoin": "round", "stroke-linecap": "round" });
   chart.plot.append(node);
   if (text) formula(node, text, { focus: false });
-  if (dots) scatter(chart, points.filter((p) => Number.isFinite(p.y)), { x, y, colour, radius: 3 });
-  return { node, last };
 }
 
 /** The area between points [{ x, y, base = 0 }] and their base. Options: x, y, colour, opacity, steps. */
-export function area(chart, points, { x, y, colour = "compute", opacity = 0.2, pattern = null, steps = false } = {}) {
+export function area(chart, points, { x, y, colour = "compute", opacity = 0.2, steps = false } = {}) {
   const up = [], down = [];
   points.forEach((p, i) => {
     if (steps && i) up.push([x(p.x), y(points[i - 1].y)]), down.push([x(p.x), y(points[i - 1].base ?? 0)]);
@@ -235,7 +228,7 @@ export function area(chart, points, { x, y, colour = "compute", opacity = 0.2, p
     down.push([x(p.x), y(p.base ?? 0)]);
   });
   const path = [...up, ...down.reverse()].map(([a, b], i) => `${i ? "L" : "M"}${a.toFixed(2)},${b.toFixed(2)}`).join("");
-  const node = svg("path", { d: `${path}Z`, fill: fillOf(chart, colour, pattern), opacity });
+  const node = svg("path", { d: `${path}Z`, fill: colour, opacity });
   chart.plot.append(node);
   return node;
 }
@@ -280,7 +273,7 @@ export function legend(items) {
 /** The scale of a heat map, from its lowest to its highest value. */
 export const ramp = (low, high) => h("p", { class: "ramp" }, h("span", null, low), h("i", { "aria-hidden": "true" }), h("span", null, high));
 
-/** A table: columns [{ title, key | value(row), text(value, row), align: "right", formula(row) }]. Options: caption (or only a name for assistive technology), onrow(row), chosen(row), most. */
+/** A table: columns [{ title, key | value(row), text(value, row), align: "right", formula(row) }]. Options: caption (or only a name for assistive technology), onrow(row), chosen(row). */
 export function table(columns, rows, { caption = "", name = caption, onrow = null, chosen = null, rowLabel = null } = {}) {
   const cell = (column, row, first) => {
     const value = column.value ? column.value(row) : row[column.key];

@@ -215,7 +215,6 @@ export function lanes(element, groups, { total, label, place = {}, begin = total
   map.addEventListener("pointerdown", (event) => { map.setPointerCapture(event.pointerId); centre(event); });
   map.addEventListener("pointermove", (event) => event.buttons && centre(event));
   paint();
-  return { node, paint };
 }
 
 /** A canvas of a size in CSS pixels, sharp at any pixel ratio, and empty: its context. */

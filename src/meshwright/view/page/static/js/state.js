@@ -42,7 +42,7 @@ function put(state, path, value) {
 
 /** Change several paths at once: update({ "plan.tp": 4, "plan.shard": 8 }). One step of the history; changes of the same
  *  paths within a second (a slider that moves) are one step. A value of null removes the key. */
-export function update(changes, { replace = false } = {}) {
+export function update(changes) {
   const before = now, next = structuredClone(now);
   for (const [path, value] of Object.entries(changes)) put(next, path, value);
   for (const section of SECTIONS) next[section] ??= structuredClone(START[section]);
@@ -53,7 +53,7 @@ export function update(changes, { replace = false } = {}) {
   const key = Object.keys(changes).sort().join(), time = performance.now();
   const same = key === lastChange.key && time - lastChange.time < 1000;
   lastChange = { key, time };
-  history[replace || same ? "replaceState" : "pushState"](null, "", address(now));
+  history[same ? "replaceState" : "pushState"](null, "", address(now));
   listeners.forEach((f) => f(now, before));
 }
 
