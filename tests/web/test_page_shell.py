@@ -207,9 +207,9 @@ def test_scenarios_are_opened_renamed_and_at_most_eight(server: str, open_page: 
 def test_a_scenario_that_the_server_could_not_compute_is_asked_for_again(server: str, open_page: Open) -> None:
     page = open_page(server + "/" + SMALL)
 
-    def busy(route: Any) -> None:
+    def busy(route: Any, every: bool = False) -> None:
         asked = route.request.post_data_json["views"]
-        if asked != ["verdict", "memory", "waterfall"]:
+        if asked != ["verdict", "memory", "waterfall"] and not every:
             return route.continue_()
         error = {"code": "MW-WEB-002", "what": "too many requests wait", "why": "", "valid": [], "fix": ""}
         lines = [json.dumps({"view": view, "data": None, "final": True, "error": error}) for view in asked]
@@ -221,6 +221,9 @@ def test_a_scenario_that_the_server_could_not_compute_is_asked_for_again(server:
     page.unroute("**/api/views")
     page.locator("#theme").click()  # draws everything anew
     page.locator("#scenarios svg.figure [data-scenario]").first.wait_for(state="attached", timeout=8000)
+    page.route("**/api/views", lambda route: busy(route, every=True))
+    page.evaluate("import('meshwright/state.js').then((s) => s.set('workload.batch', 128))")
+    page.locator("#verdict", has_text="No answer. MW-WEB-002").wait_for(timeout=8000)  # not: an illegal plan
 
 
 def test_find_the_best_puts_the_winner_into_the_plan(server: str, open_page: Open) -> None:

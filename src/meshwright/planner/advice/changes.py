@@ -106,11 +106,14 @@ def first_changes(config: Config, most: int = 5) -> list[Change]:
 
 def both(first: Change, second: Change, now: Plan) -> Change:
     """Two changes as one. What follows from the second may overwrite a value of the first: the title then has the value of the plan."""
-    kept = [
-        (name, value if getattr(second.plan, name) == getattr(first.plan, name) else getattr(second.plan, name))
-        for name, value in first.fields
-    ]
-    return replace(second, fields=(*(one for one in kept if one[1] != getattr(now, one[0])), *second.fields))
+    fields = []
+    for name, value in first.fields:
+        planned = getattr(second.plan, name)
+        if planned == getattr(first.plan, name):
+            fields.append((name, value))
+        elif planned != getattr(now, name):
+            fields.append((name, planned))
+    return replace(second, fields=(*fields, *second.fields))
 
 
 def offers(case: Case, plan: PlanFields) -> dict[str, list[Choice]]:

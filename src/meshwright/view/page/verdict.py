@@ -102,7 +102,9 @@ def pipeline_verdict(e: Estimate) -> dict[str, Any]:
     if fewer:
         words.append(f"cut stages from {plan.pp} to {fewer['stages']}")
         out["cut_to"] = fewer
-    out["advice"] = f"pipeline efficiency is {efficiency:.1%}, below 80%: {' or '.join(words)}" if words else ""
+    out["advice"] = (
+        f"pipeline efficiency is {efficiency:.1%}, below {PIPELINE_TARGET:.0%}: {' or '.join(words)}" if words else ""
+    )
     return out
 
 
