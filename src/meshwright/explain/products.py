@@ -7,6 +7,7 @@ the FLOPs reaches in this trace.
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -83,6 +84,7 @@ class TracedProduct:
         return self.unusual or "below the rate that its shape usually reaches"
 
 
+@lru_cache(maxsize=4096)  # a training repeats few shapes in millions of calls
 def product_shape(name: str, detail: Detail) -> tuple[int, int, int, int, str] | None:
     """Batch, m, n, k and dtype of a call; None if the profile has no shapes."""
     at = OPERATORS.get(name)
