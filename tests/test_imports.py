@@ -227,3 +227,15 @@ def test_one_class_has_one_name():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files.setdefault(node.name, []).append(name)
     assert {name: where for name, where in files.items() if len(where) > 1} == {}
+
+
+def test_no_module_hides_a_function_of_its_package():
+    """Importing `package.name` replaces what the package itself calls `name`."""
+    hidden = []
+    for name, path in MODULES.items():
+        if path.name == "__init__.py":
+            defined = {
+                n.name for n in ast.parse(path.read_text("utf-8")).body if isinstance(n, ast.FunctionDef | ast.ClassDef)
+            }
+            hidden += [f"{name}.{d}" for d in defined if f"{name}.{d}" in MODULES]
+    assert hidden == []

@@ -46,6 +46,7 @@ PRIVATE = {
     ),
     "collectives in a compiled graph": (["parallel/operators.py"], [f"{C10D}._resolve_process_group"]),
     "the store of a group": (["comm/communicator.py"], [f"{C10D}._get_process_group_store"]),
+    "a profiler that runs": (["training/measure/record_comm.py"], ["torch.autograd.profiler._is_profiler_enabled"]),
     "the store of a program": (["check/exchange.py"], [f"{C10D}._get_default_store"]),
     "pipeline stages": (
         ["parallel/pipeline.py"],
@@ -75,7 +76,7 @@ PRIVATE = {
         [DISPATCH],
     ),
     "tensors inside nested values": (
-        ["check/attach.py", "check/collectives.py", "training/measure/observe.py"],
+        ["check/process_hooks.py", "check/collectives.py", "training/measure/observe.py"],
         ["torch.utils._pytree.tree_leaves"],
     ),
     "train --dry-run": (
@@ -99,7 +100,7 @@ PRIVATE = {
         ["torch.ops._c10d_functional", "torch.distributed.ProcessGroup._allgather_base"],
     ),
     "recordings of anybody's steps": (
-        ["check/attach.py", "check/collectives.py"],
+        ["check/process_hooks.py", "check/collectives.py"],
         [
             "torch.distributed.pipelining.stage.PipelineStage._compute_outputs",  # known by its frame
             "torch._C._current_graph_task_id",

@@ -42,10 +42,10 @@ def record(out: Path, config: Config) -> Recording:
 
 
 PLANS = [
-    {"replicate": 2, "tp": 2, "sp": True, "microbatch": 2},
+    {"shard": 2, "zero": 3, "microbatch": 2},
     *soak(
         [
-            {"shard": 2, "zero": 3, "microbatch": 2}, {"shard": 2, "zero": 1, "tp": 2, "microbatch": 2}, {"pp": 2, "microbatch": 2},
+            {"replicate": 2, "tp": 2, "sp": True, "microbatch": 2}, {"shard": 2, "zero": 1, "tp": 2, "microbatch": 2}, {"pp": 2, "microbatch": 2},
             {"pp": 2, "replicate": 2, "schedule": "interleaved", "virtual": 2, "microbatch": 1}, {"cp": 2, "microbatch": 4},
         ]
     ),

@@ -168,6 +168,7 @@ def test_it_finds_the_fastest_plan_and_writes_it(folder, capsys):
     assert again["best"]["plan"]["pp"] == 2
 
 
+@pytest.mark.slow
 def test_failures_are_results(folder, capsys):
     call(capsys, words("pp=memory", "tp=crash", "cp=hang", options=("--timeout", "2s", "--gain", "0.01%")))
     ends = [line for line in log() if line["kind"] == "end"]

@@ -70,9 +70,9 @@ def test_a_record_has_mfu_memory_and_exposed_communication(trained: tuple[Path, 
 
 
 def test_profiles_are_traces_in_the_format_of_simulate(trained: tuple[Path, list[list[StepRecord]]]) -> None:
-    """Of one data-parallel replica: ranks 0 and 1 of its tp group. Steps 3 and 4, after three warm ones."""
+    """Of all four ranks, of which two are read. Steps 3 and 4, after three warm ones."""
     path, _ = trained
-    assert sorted(file.name for file in (path / "profile").iterdir()) == ["rank-0.json", "rank-1.json"]
+    assert sorted(file.name for file in (path / "profile").iterdir()) == [f"rank-{r}.json" for r in range(4)]
     for rank in (0, 1):
         trace = json.loads((path / "profile" / f"rank-{rank}.json").read_text())
         assert problems(trace) == []

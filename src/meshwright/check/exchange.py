@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import distributed
 
-from meshwright.check.attach import initialized, rank, world
+from meshwright.check.process_hooks import initialized, rank, world
 
 BEHIND = 3  # checks
 PATIENCE_S = 10.0

@@ -26,7 +26,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from meshwright.check.attach import ProcessHooks, rank, tensors_in, world, wrap_clipping
 from meshwright.check.exchange import NoteExchange
 from meshwright.check.fingerprint import bits_hash, random_states, tensors_hash
 from meshwright.check.frameworks.plain import FrameworkAdapter
@@ -34,6 +33,7 @@ from meshwright.check.holdings import local_part
 from meshwright.check.invariants import TENSOR, Judge, RankNote
 from meshwright.check.modules import topmost
 from meshwright.check.names import read_table
+from meshwright.check.process_hooks import ProcessHooks, rank, tensors_in, world, wrap_clipping
 from meshwright.check.writer import write_json
 
 CUT = (*TENSOR, "cp", "context", "pp")  # axes that cut the model, or the sequence

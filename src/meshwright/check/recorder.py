@@ -29,7 +29,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from meshwright.check.attach import (
+from meshwright.check.collectives import CollectiveLog
+from meshwright.check.fingerprint import random_states
+from meshwright.check.folder import LIMIT
+from meshwright.check.frameworks.plain import HeldPart
+from meshwright.check.holdings import local_part
+from meshwright.check.modules import model_settings
+from meshwright.check.process_hooks import (
     ProcessHooks,
     in_backward,
     infers_shapes,
@@ -40,12 +46,6 @@ from meshwright.check.attach import (
     wrap_clipping,
     wrap_end_of_groups,
 )
-from meshwright.check.collectives import CollectiveLog
-from meshwright.check.fingerprint import random_states
-from meshwright.check.folder import LIMIT
-from meshwright.check.frameworks.plain import HeldPart
-from meshwright.check.holdings import local_part
-from meshwright.check.modules import model_settings
 from meshwright.check.writer import RecordingWriter
 
 
