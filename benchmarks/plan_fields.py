@@ -86,7 +86,7 @@ def all_pairs(outcomes: Iterable[Outcome]) -> Iterator[tuple[str, str, float, fl
             field = field_of(a.plan, b.plan)
             if field:
                 a, b = sorted((a, b), key=lambda o: rank_of(o.plan, field))
-                yield field, a.source, math.log(b.case.step_time / a.case.step_time), math.log(seconds(b) / seconds(a))
+                yield field, a.source, math.log(measured(b) / measured(a)), math.log(seconds(b) / seconds(a))
 
 
 def field_of(a: Plan, b: Plan) -> str:
@@ -104,6 +104,11 @@ def rank_of(plan: Plan | None, field: str) -> tuple[object, ...]:
 def seconds(outcome: Outcome) -> float:
     assert outcome.prediction is not None
     return outcome.prediction.step_time_s
+
+
+def measured(outcome: Outcome) -> float:
+    assert outcome.case.step_time is not None
+    return outcome.case.step_time
 
 
 def section(rows: list[FieldRow]) -> str:

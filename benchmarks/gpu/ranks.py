@@ -288,8 +288,8 @@ def run_group(group: list[str], given: argparse.Namespace, folder: Path, limit_s
     env = {**os.environ, "OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
     running: dict[str, Any] = {}
     for name in group:
-        with (folder / name).open("w") as log:
-            running[name] = subprocess.Popen([*command, "--one", name], stdout=log, stderr=log, env=env)
+        with (folder / name).open("w") as file:
+            running[name] = subprocess.Popen([*command, "--one", name], stdout=file, stderr=file, env=env)
     ends = time.monotonic() + limit_s
     while any(child.poll() is None for child in running.values()) and time.monotonic() < ends:
         time.sleep(0.2)

@@ -69,8 +69,10 @@ def call(py: str) -> str:
 
 
 def shown(value: Any) -> str:
-    if isinstance(value, bool) or value is None or isinstance(value, str):
-        return {None: "", True: "yes", False: "no"}.get(value, str(value))
+    if value is None or isinstance(value, bool):
+        return "" if value is None else "yes" if value else "no"
+    if isinstance(value, str):
+        return value
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
     if value == 0 or abs(value) >= 1e9:
