@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from meshwright.calibrate.runs import rows, validate
-from meshwright.calibrate.runs.left_out import responding
+from meshwright.calibrate.runs.left_out import half_of, halves, responding
 from meshwright.errors import MeshwrightError
 
 BASE = {
@@ -188,6 +188,18 @@ def test_macro_average_counts_sources_not_rows():
         "megatron_lm_golden_values": validate.Score(median=0.9),
     }
     assert validate.macro(scores)["median"] == pytest.approx(0.2)
+
+
+def test_the_halves_of_the_sources_stay_as_they_are():
+    """A source that changes its half would turn errors that choices looked at into errors of unseen sources."""
+    building = ["h200_single_gpu", "llm_foundry", "megatron_bridge_perf_summary", "vtrain_ground_truth"]
+    testing = ["bigscience_bloom", "nvidia_dgxc_benchmarking", "papers_misc", "ultrascale_playbook", "zero_bubble"]
+    assert {half_of(name) for name in building} == {"building"}
+    assert {half_of(name) for name in testing} == {"testing"}
+    assert halves({"zero_bubble": 1, "llm_foundry": 2}) == {
+        "building": {"llm_foundry": 2},
+        "testing": {"zero_bubble": 1},
+    }
 
 
 def test_memory_is_compared_as_its_source_measured_it():

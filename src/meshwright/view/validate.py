@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.calibrate.runs.accuracy import Accuracy, Band
-from meshwright.calibrate.runs.left_out import SEEN, SourceScore
+from meshwright.calibrate.runs.left_out import SEEN, SourceScore, half_of, halves, macro_scores
 from meshwright.calibrate.runs.stack_fit import NUMBERS, StackFit, fields_of
 from meshwright.calibrate.runs.validate import Outcome, Score, by, score
 from meshwright.cost.band import base
@@ -105,9 +105,10 @@ def headline_table(outcomes: list[Outcome]) -> Table:
 
 def unseen_table(scores: dict[str, SourceScore], overall: dict[str, float]) -> Table:
     """The errors on sources that the fit has not seen."""
-    columns = (">rows", ">stack known", ">bias", ">source left out", ">p90", *(f">after {n}" for n in SEEN))
+    columns = ("half", ">rows", ">stack known", ">bias", ">source left out", ">p90", *(f">after {n}" for n in SEEN))
     rows = [[*unseen_cells(name, s), percent(s.regret)] for name, s in scores.items()]
-    rows.append(["[bold]macro average[/]", "", "", *bold([*unseen_means(overall), percent(overall["regret"])])])
+    for name, means in [*half_means(scores).items(), ("macro average", overall)]:
+        rows.append([f"[bold]{name}[/]", "", "", "", *bold([*unseen_means(means), percent(means["regret"])])])
     return titled(
         "Step time of sources that the fit has not seen (median error)",
         ("source", *columns, ">model left out", ">regret"),
@@ -115,10 +116,15 @@ def unseen_table(scores: dict[str, SourceScore], overall: dict[str, float]) -> T
     )
 
 
+def half_means(scores: dict[str, SourceScore]) -> dict[str, dict[str, float]]:
+    """The means over the sources of each half (`left_out.half_of`)."""
+    return {f"{half} half": macro_scores(part) for half, part in halves(scores).items() if part}
+
+
 def unseen_cells(name: str, s: SourceScore) -> list[str]:
-    """A source: its runs, whether its stack is known, and the errors with the source, then with its model left out."""
+    """A source: its half, its runs, whether its stack is known, and the errors with the source, then with its model left out."""
     errors = [percent(x) for x in (s.median, s.p90, *(s.after[count] for count in SEEN), s.model)]
-    return [name, str(s.runs), "yes" if s.stack_known else "no", percent(s.bias, True), *errors]
+    return [name, half_of(name), str(s.runs), "yes" if s.stack_known else "no", percent(s.bias, True), *errors]
 
 
 def unseen_means(overall: dict[str, float]) -> list[str]:
