@@ -296,7 +296,7 @@ def test_few_runs_of_two_sources_are_scored_without_bands(tmp_path, capsys):
     page = tmp_path / "page.md"
     assert exit_code(["validate", file, "--markdown", str(page)]) == 0
     text = page.read_text("utf-8")
-    assert "| a | 1 |" in text
+    assert "| a | testing | 1 |" in text
     assert "1 are refused" in text
     assert "the step times of 2 are not scored" in text
     low = min(found["left_out"]["bands"]["typical"]["by_source"].items(), key=lambda item: item[1][0])

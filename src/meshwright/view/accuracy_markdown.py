@@ -28,8 +28,8 @@ row. Errors are |predicted / measured − 1|.
 Each source is predicted with the numbers of its stack from **other** sources (*source left out*); a stack that no other source uses gets the numbers
 of the typical stack. Then one, two or five of its runs are seen (`meshwright calibrate --from-run`), and the others predicted. *Model left out*:
 all runs of the source are seen but those of the same hidden size and number of layers. *As shipped*: the catalog's numbers, fitted to all sources.
-Switches of stacks and terms of the cost model are chosen by looking at sources of the *building* half; the *testing* half says what that does elsewhere. A
-hash of a source's name decides (`calibrate/runs/left_out.py`). Earlier choices looked at both halves.
+Switches of stacks and terms of the cost model are chosen by looking at sources of the *building* half; the *testing* half says what that does
+elsewhere. A hash of a source's name decides (`calibrate/runs/left_out.py`). Earlier choices looked at both halves.
 """
 HOW = """
 ## How the numbers are fitted

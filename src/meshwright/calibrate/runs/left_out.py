@@ -6,9 +6,8 @@
 
 Errors are |predicted / measured − 1|, macro-averaged over sources.
 
-Whoever chooses a switch of a stack or a constant of the cost model sees errors of sources while choosing, so that these are no longer unseen. The
-sources are therefore divided once into two halves by a hash of their names (`half_of`): choices look at the building half, and the errors of the testing
-half say what a choice does elsewhere.
+A choice of a switch or of a term of the cost model that looks at the errors of a source makes this source a seen one. So the sources are divided
+once into two halves by a hash of their names (`half_of`): choices look at the building half, and the testing half says what they do elsewhere.
 """
 
 import hashlib
