@@ -455,6 +455,7 @@ def test_the_schema_has_every_field() -> None:
         "stack",
         "workload",
         "plan",
+        "adapter",
         "data",
         "optimizer",
         "checkpoint",

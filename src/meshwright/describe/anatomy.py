@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
+from meshwright.describe.adapted import adapted
 from meshwright.describe.shape import ModelShape
 from meshwright.describe.tensors import (
     AttentionCore,
@@ -320,4 +321,5 @@ def blocks(m: ModelShape) -> dict[str, ParameterBlock]:
     out = {"embedding": embedding_block(m)}
     out |= {kind: layer_block(m, kind) for kind in m.kinds}
     out["head"] = head_block(m)
-    return out | {kind: mtp_block(m) for kind in m.mtp_kinds}
+    out |= {kind: mtp_block(m) for kind in m.mtp_kinds}
+    return {kind: adapted(m, block) for kind, block in out.items()} if m.adapter.on else out

@@ -36,7 +36,7 @@ Seconds = Annotated[float, BeforeValidator(parse_seconds), quantity("1.5us", "20
 Flops = Annotated[float, BeforeValidator(parse_flops), quantity("989TFLOP/s")]
 Count = Annotated[float, BeforeValidator(parse_count), quantity("15T", "175B")]
 
-SECTIONS = ("model", "cluster", "stack", "workload", "plan", "data", "optimizer", "checkpoint", "run")
+SECTIONS = ("model", "cluster", "stack", "workload", "plan", "adapter", "data", "optimizer", "checkpoint", "run")
 MOST_DEVICES = 10**9
 MOST = 2**40  # upper limit of dimensions, degrees and batch: arithmetic stays exact, and hostile input stays bounded
 

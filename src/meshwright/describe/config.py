@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
 from meshwright.describe import catalog, legality, plugins
+from meshwright.describe.adapter import Adapter
 from meshwright.describe.base import SECTIONS, Described
 from meshwright.describe.cluster import Accelerator, Cluster, Link
 from meshwright.describe.draft import HERE, NAMED, Draft, leaves
@@ -48,6 +49,7 @@ CLASSES: dict[str, type[Described]] = {
     "stack": Stack,
     "workload": Workload,
     "plan": Plan,
+    "adapter": Adapter,
     "data": Data,
     "optimizer": Optimizer,
     "checkpoint": Checkpoint,
@@ -137,7 +139,11 @@ class Config(Shown):
                 )
         for section in SECTIONS:
             draft.tables.setdefault(section, {})
+        inside = draft.tables["model"].pop("adapter", {})  # of a model that was given as an object
+        draft.tables["adapter"] = {**inside, **draft.tables["adapter"]}
         parts: dict[str, Any] = {name: CLASSES[name](**draft.tables[name]) for name in SECTIONS}
+        if (adapter := parts.pop("adapter")) != Adapter():
+            parts["model"] = parts["model"].but(adapter=adapter)
         config = cls(**parts, origins=draft.origins)
         peak = config.cluster.accelerator.peak
         if peak and "bf16" not in peak:
@@ -146,7 +152,14 @@ class Config(Shown):
 
     def but(self, **changes: Any) -> Self:
         """The configuration with some of its parts replaced."""
+        if "adapter" in changes:
+            changes["model"] = changes.get("model", self.model).but(adapter=changes.pop("adapter"))
         return replace(self, **changes)
+
+    @property
+    def adapter(self) -> Adapter:
+        """The section [adapter], which is a part of the model: it says which of its parameters train, and adds some."""
+        return self.model.adapter
 
     def in_precision(self, dtype: Dtype) -> Self:
         """The configuration in a precision that its device computes; unchanged if the user chose one."""
@@ -190,7 +203,8 @@ class Config(Shown):
         return self
 
     def parts(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in SECTIONS}
+        out = {name: getattr(self, name) for name in SECTIONS}
+        return out if self.adapter == Adapter() else {**out, "model": self.model.but(adapter=Adapter())}
 
     def origin(self, path: str) -> str:
         """Return the origin of the value at a dotted path."""

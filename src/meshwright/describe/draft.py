@@ -258,7 +258,7 @@ def parse_value(text: str, path: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
-        if re.fullmatch(r"[\w./+µ, -]+", text):
+        if re.fullmatch(r"[\w./+*µ, -]+", text):
             return text
     near = nearest(text, ["true", "false"])
     what = f"--set {path[:60]}: {shown(text)} cannot be parsed"

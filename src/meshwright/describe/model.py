@@ -10,11 +10,13 @@ Published MFU figures often do not halve: `model_flops` takes the convention as 
 
 import math
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from pydantic import model_validator
 
-from meshwright.describe import anatomy
+from meshwright.describe import adapted, anatomy
+from meshwright.describe.adapter import Adapter
 from meshwright.describe.shape import ModelShape, Published
 from meshwright.describe.shape_checks import MOST_LAYERS
 from meshwright.describe.tensors import AttentionCore
@@ -26,6 +28,12 @@ __all__ = ["MOST_LAYERS", "Model", "Published"]
 
 class Model(ModelShape):
     """A model's shape with its counts."""
+
+    @model_validator(mode="after")
+    def _adapter_fits(self) -> Self:
+        if self.adapter != Adapter():
+            adapted.check(self, self.blocks)
+        return self
 
     @cached_property
     def blocks(self) -> dict[str, anatomy.ParameterBlock]:
@@ -91,6 +99,14 @@ class Model(ModelShape):
         return sum(self.parameters().values())
 
     @cached_property
+    def trained(self) -> float:
+        """Parameters that have a gradient: all of them, but for frozen ones."""
+        if not self.adapter.on:
+            return self.total
+        items = ((times, item) for times, block in self._over_blocks() for item in (block.linears, block.vectors))
+        return float(sum(times * sum(one.trained for one in some) for times, some in items))
+
+    @cached_property
     def active(self) -> float:
         """Parameters that one token uses: only k of the experts."""
         idle = self.parameters().get("experts", 0) * (self.experts - self.top_k) / self.experts if self.experts else 0
@@ -113,8 +129,14 @@ class Model(ModelShape):
         return out
 
     def model_flops(self, seq: float, halve_causal: bool = True) -> float:
-        """FLOPs to train one token: forward, and twice that for backward, without recompute. The numerator of MFU."""
-        return 3.0 * sum(self.flops(seq, halve_causal).values())
+        """FLOPs to train one token: forward, and twice that for backward, without recompute and without the gradients of frozen weights. The
+        numerator of MFU."""
+        whole = 3.0 * sum(self.flops(seq, halve_causal).values())
+        if not self.adapter.on:
+            return whole
+        return whole - sum(
+            times * linear.frozen_flops for times, block in self._over_blocks() for linear in block.linears
+        )
 
     def activations(
         self, seq: int, dtype_bytes: float = 2, flash: bool = True, dropout: bool | None = None

@@ -11,8 +11,10 @@ from functools import cached_property
 from typing import Literal
 
 from pydantic import Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from meshwright.describe import shape_checks
+from meshwright.describe.adapter import Adapter
 from meshwright.describe.base import Bytes, Count, Described, Norms, Size, Whole
 from meshwright.describe.shape_parts import ResNetOptions, RopeOptions, RouterOptions
 from meshwright.describe.tensors import CompressedOptions, LinearOptions
@@ -202,6 +204,7 @@ class ModelShape(Described):
     """parts of the original model that `train` and `verify` compute in another way"""
     allow_differences: tuple[str, ...] = ()
     """names of such parts that a run may compute in another way; all: every one"""
+    adapter: SkipJsonSchema[Adapter] = Adapter()
 
     @model_validator(mode="after")
     def _legal(self) -> ModelShape:

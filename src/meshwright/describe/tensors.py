@@ -14,7 +14,8 @@ from meshwright.errors import MeshwrightError
 
 @dataclass(frozen=True)
 class Linear:
-    """A weight matrix. `copies` of it exist (experts) and `uses` of them act on each token."""
+    """A weight matrix. `copies` of it exist (experts) and `uses` of them act on each token. A frozen one (`learns` false) may have an adapter of a
+    `rank`, and be kept in the quantised format of the adapter's base (`packed`)."""
 
     name: str
     part: str
@@ -25,15 +26,38 @@ class Linear:
     copies: int = 1
     uses: float = 1
     saves_input: bool = True
+    learns: bool = True
+    rank: int = 0
+    packed: bool = False
+
+    @property
+    def adapter(self) -> int:
+        """Parameters of its adapter: A [rank, in] and B [out, rank]."""
+        return self.copies * self.rank * (self.d_in + self.d_out)
+
+    @property
+    def own(self) -> int:
+        """Parameters without those of its adapter."""
+        return self.copies * (self.d_in * self.d_out + (self.d_out if self.bias else 0))
 
     @property
     def parameters(self) -> int:
-        return self.copies * (self.d_in * self.d_out + (self.d_out if self.bias else 0))
+        return self.own + self.adapter
+
+    @property
+    def trained(self) -> int:
+        """Parameters that have a gradient."""
+        return self.own * self.learns + self.adapter
 
     @property
     def flops(self) -> float:
         """Forward, per token."""
-        return 2.0 * self.uses * self.d_in * self.d_out
+        return 2.0 * self.uses * (self.d_in * self.d_out + self.rank * (self.d_in + self.d_out))
+
+    @property
+    def frozen_flops(self) -> float:
+        """Those of forward whose weight has no gradient."""
+        return 0.0 if self.learns else 2.0 * self.uses * self.d_in * self.d_out
 
 
 @dataclass(frozen=True)
@@ -44,10 +68,16 @@ class Vector:
     part: str
     size: int
     style: str = "between"
+    learns: bool = True
 
     @property
     def parameters(self) -> int:
         return self.size
+
+    @property
+    def trained(self) -> int:
+        """Parameters that have a gradient."""
+        return self.size * self.learns
 
 
 @dataclass(frozen=True)
@@ -57,11 +87,18 @@ class Saved:
     name: str
     part: str
     width: float
-    split: Literal["tensor", "sequence", "expert"]
+    split: Literal["tensor", "sequence", "expert", "whole"]
     bytes_: float = 0.0
     per_position: float = 0.0  # elements per token and per attended position: the softmax, quadratic in s
     condition: Literal[
-        "", "dropout", "stored-softmax", "flash", "unfused-norm", "unfused-activation", "weighted-outputs"
+        "",
+        "dropout",
+        "stored-softmax",
+        "flash",
+        "unfused-norm",
+        "unfused-activation",
+        "weighted-outputs",
+        "adapter-dropout",
     ] = ""
 
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.describe.model import Model
+from meshwright.describe.module_names import module_of
 from meshwright.describe.sharding import TOKENS, Box
-from meshwright.describe.sharding.parameters import ORDER, module_of, position
+from meshwright.describe.sharding.parameters import ORDER, position
 from meshwright.describe.variants import ATTENTIONS
 
 # The order of forward: a norm after a part follows that part, and the router comes with the experts, whose input it does not produce.

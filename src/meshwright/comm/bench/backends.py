@@ -5,7 +5,7 @@
     call()
 
 n is the full buffer: the output of an all-gather, the input of a reduce-scatter. It is rounded up to equal shards of whole elements
-(`rounded`). To measure another library, write one class with the methods of `Adapter` and name it in BACKENDS.
+(`rounded`). To measure another library, write one class with the methods of `BenchLibrary` and name it in BACKENDS.
 
 Texts exchanged between ranks as bytes: nothing is pickled, so a rank receives data and never code.
 
@@ -154,7 +154,7 @@ BUFFERS = {"all-reduce": 2, "all-gather": 2, "reduce-scatter": 3, "all-to-all": 
 Call = Callable[[], object]
 
 
-class Adapter(Protocol):
+class BenchLibrary(Protocol):
     """A communication library on a set of ranks; on other ranks its calls do nothing."""
 
     name: str
@@ -281,7 +281,7 @@ class Programs:
         raise MeshwrightError("MW-BENCH-006", "transfers between pairs are measured with gloo or nccl")
 
 
-BACKENDS: dict[str, Callable[..., Adapter]] = {  # ranks, device, and the host of each rank of the world
+BACKENDS: dict[str, Callable[..., BenchLibrary]] = {  # ranks, device, and the host of each rank of the world
     "gloo": lambda ranks, device, hosts=(): Torch("gloo", ranks, device),
     "nccl": lambda ranks, device, hosts=(): Torch("nccl", ranks, device),
     "meshwright": lambda ranks, device, hosts=(): Programs(ranks, hosts),

@@ -21,7 +21,7 @@ from meshwright.comm.bench.backends import (
     BUFFERS,
     ELEMENT_BYTES,
     OPERATIONS,
-    Adapter,
+    BenchLibrary,
     Session,
     do_nothing,
     rounded,
@@ -58,7 +58,7 @@ class Sweep:
 class Task(NamedTuple):
     """One measurement: a collective of a group, or transfers of pairs that run at the same time."""
 
-    adapter: Adapter
+    adapter: BenchLibrary
     operation: str
     algorithm: str
     n: int
@@ -247,7 +247,7 @@ def groups_of(hosts: Sequence[str]) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(group for group in groups if len(group) > 1)) or groups[:1]
 
 
-def pair_tasks(adapter: Adapter, hosts: Sequence[str], sweep: Sweep) -> list[Task]:
+def pair_tasks(adapter: BenchLibrary, hosts: Sequence[str], sweep: Sweep) -> list[Task]:
     """Round trips of single pairs, of pairs at the same time, and over all sizes for one pair inside a host and one between two."""
     sizes = [n for n in PAIR_SIZES if sweep.smallest <= n <= sweep.largest] or [sweep.smallest]
     tasks = [Task(adapter, PAIR, "", n, (pair,)) for pair in pairs_of(hosts) for n in sizes]

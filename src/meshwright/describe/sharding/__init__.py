@@ -13,6 +13,7 @@ The rules are data, and the functions that evaluate them take Python integers (o
     local_shape(style, shape, degrees)                any number of plans: the box of the first rank of each group, which is the fullest
 """
 
+from meshwright.describe.module_names import PROJECT, TOKENS
 from meshwright.describe.sharding.boxes import (
     Box,
     Cut,
@@ -24,8 +25,6 @@ from meshwright.describe.sharding.boxes import (
     newton_schulz_flops,
 )
 from meshwright.describe.sharding.parameters import (
-    PROJECT,
-    TOKENS,
     Parameter,
     block_parameters,
     module_styles,

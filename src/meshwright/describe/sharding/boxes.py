@@ -15,8 +15,9 @@ import numpy as np
 
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
+from meshwright.describe.module_names import PROJECT, TOKENS
 from meshwright.describe.plan import Plan
-from meshwright.describe.sharding.parameters import PROJECT, TOKENS, Parameter, parameters
+from meshwright.describe.sharding.parameters import Parameter, parameters
 from meshwright.describe.sharding.rules import (
     DATA_AXES,
     KV_COPIES,
@@ -147,8 +148,9 @@ def _box(p: Parameter, d: Degrees, layout: Layout, index: Mapping[str, int], tie
     learns = p.learns and p.name not in frozen and not (tied and TOKENS in frozen)
     partial = next((axis for axis, on in partial_over(p.style, d).items() if on), "") if learns else ""
     later = tied and p.name == PROJECT
+    whole = p.frozen and layout.plan.zero < 3  # only gradients and states are sharded, and it has none
     box = Box(p, _start(rule, p.shape, d, index), shape, (), True, partial, learns, tied, later_stage=later)
-    return place(box, rule, layout, index, d.kv_copies)
+    return place(box, rule, layout, index, d.kv_copies, whole)
 
 
 def place(

@@ -9,38 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.describe.model import Model
+from meshwright.describe.module_names import FLAT, NORMS, PROJECT, TOKENS, module_of, vector_module
 from meshwright.describe.tensors import Linear, ParameterBlock, Vector
-from meshwright.describe.variants import ATTENTIONS
 
-TOKENS, PROJECT = "embedding.tokens.weight", "head.project.weight"
-NORMS = {
-    "norm-1": "attention_norm",
-    "norm-2": "ffn_norm",
-    "norm-3": "attention_post_norm",
-    "norm-4": "ffn_post_norm",
-    "q-norm": "attention.q_a_norm",
-    "kv-norm": "attention.kv_a_norm",
-    "embedding-norm": "embedding.norm",
-    "final-norm": "head.norm",
-    "mtp-norm-1": "mtp.hidden_norm",
-    "mtp-norm-2": "mtp.embedding_norm",
-    "mtp-norm-3": "mtp.norm",
-}
-FLAT = {  # vectors that are one flat parameter: convolutions and decays of linear mixers, norms that are not `Model.norm`
-    "conv": "linear.conv",
-    "decay": "linear.decay",
-    "steps-norm": "linear.steps_norm",
-    "scan-norm": "linear.norm",
-    "index-norm": "attention.index_norm",
-    "sinks": "attention.sinks",
-    "compress-bias": "attention.compress_bias",
-    "compress-norm": "attention.compress_norm",
-    "index-bias": "attention.index_bias",
-    "streams-1-base": "mixer_streams_base",
-    "streams-2-base": "channel_streams_base",
-    "streams-out-base": "head.streams_base",
-}
-STREAMS = {"streams-1": "mixer_streams", "streams-2": "channel_streams", "streams-out": "head.streams"}
 # The modules of a block in the order in which the network registers them.
 ORDER = (
     "embedding.tokens", "embedding.positions", "embedding.norm", "embedding.project_in",
@@ -61,9 +32,13 @@ ORDER = (
 )  # fmt: skip
 
 
+ADAPTER_MODULES = (".lora_a", ".lora_b")
+
+
 @dataclass(frozen=True)
 class Parameter:
-    """A whole tensor of the model. One that does not learn has no gradient: balancing biases are moved by the routers' load."""
+    """A whole tensor of the model. One that does not learn has no gradient: balancing biases are moved by the routers' load, and an adapter
+    leaves its base `frozen`, which may be quantised (`packed`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,6 +46,8 @@ class Parameter:
     learns: bool = True
     block: str = ""  # embedding | a kind of layer | head | mtp
     layer: int = -1  # -1: in no layer
+    frozen: bool = False
+    packed: bool = False
 
     @property
     def expert(self) -> bool:
@@ -89,8 +66,13 @@ class Parameter:
     @property
     def multiplied_in_fp8(self) -> bool:
         """Whether an fp8 workload multiplies by it in fp8: the matrices of a layer, except its router."""
-        matrix = len(self.shape) > 1 and self.name.endswith(".weight")
+        matrix = len(self.shape) > 1 and self.name.endswith(".weight") and not self.is_adapter
         return matrix and self.block not in ("embedding", "head") and not self.module.endswith("moe.router")
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is A or B of an adapter."""
+        return self.module.endswith(ADAPTER_MODULES)
 
     @property
     def module(self) -> str:
@@ -128,18 +110,24 @@ def _of_resnet(name: str, shape: tuple[int, ...]) -> Parameter:
 
 def tied_copy(model: Model) -> Parameter:
     """The head's copy of a tied embedding, on a stage that does not hold the embedding."""
-    return Parameter(PROJECT, (model.padded_vocab, model.token_width), "logits", block="head")
+    frozen = not model.adapter.learns(TOKENS.rpartition(".")[0])
+    shape = (model.padded_vocab, model.token_width)
+    return Parameter(PROJECT, shape, "logits", block="head", learns=not frozen, frozen=frozen)
 
 
 def block_parameters(model: Model, block: ParameterBlock) -> list[Parameter]:
     """The parameters of one block; names without the layer."""
     items = [p for linear in block.linears if linear.copies for p in _matrix(model, linear)]
-    items += [p for vector in block.vectors for p in _vector(model, vector)]
+    for vector in block.vectors:
+        frozen = not vector.learns
+        items += [replace(p, learns=p.learns and not frozen, frozen=frozen) for p in _vector(model, vector)]
     return [replace(p, block=block.kind) for p in sorted(items, key=lambda p: position(ORDER, p.module))]
 
 
 def position(order: Sequence[str], module: str) -> int:
-    """The place of a module in an order of modules: a plug-in's own modules of attention before its output, extra weights last."""
+    """The place of a module in an order of modules, an adapter's at its matrix; a plug-in's own modules of attention before its output, extra
+    weights last."""
+    module = module.removesuffix(".lora_a").removesuffix(".lora_b")
     if module not in order and module.startswith("attention."):
         return order.index("attention.o")
     return order.index(module) if module in order else len(order)
@@ -157,34 +145,30 @@ def module_styles(model: Model) -> tuple[tuple[str, str], ...]:
     return tuple(out.items())
 
 
-def module_of(model: Model, linear: Linear) -> str:
-    """The module of a block that holds a matrix."""
-    if linear.name in STREAMS:
-        return STREAMS[linear.name]
-    if linear.part == "extra":
-        return f"extra.{linear.name}"
-    if linear.part == "attention":
-        heads_in = ATTENTIONS[model.attention].heads_in
-        return f"{'attention' if linear.style == 'between' else heads_in}.{linear.name}"
-    if linear.name in ("router", "shared-scale", "latent-down", "latent-up"):
-        return f"moe.{linear.name.replace('-', '_')}"
-    if linear.name == "head":
-        return "head.project"
-    if linear.name in ("embedding-in", "embedding-out"):
-        return f"{linear.part}.project_{linear.name.rpartition('-')[2]}"
-    if linear.part in ("linear", "mtp"):
-        return linear.name.replace("-", ".")
-    part, _, kind = linear.name.partition("-")
-    return linear.name if not kind else f"{'' if part == 'ffn' else 'moe.'}{part}.{kind}"
+def adapter_styles(style: str) -> tuple[str, str]:
+    """The styles of A and B of a matrix of a style.
+
+    Where tensor parallelism cuts the outputs, B is cut with them and A is whole: each rank adds a part of A's gradient. Where it cuts the inputs, A
+    is cut with them and B is whole: each rank's B·(A·x) is a partial sum as the base's output is, and is reduced with it.
+    """
+    if style in ("row", "experts-row"):
+        return style, "experts-inside" if style == "experts-row" else "inside"
+    return {"experts": "experts-inside", "between": "between"}.get(style, "inside"), style
 
 
 def _matrix(model: Model, linear: Linear) -> Iterator[Parameter]:
     path = module_of(model, linear)
     experts = (linear.copies,) if linear.style.startswith("experts") else ()
-    yield Parameter(f"{path}.weight", (*experts, linear.d_out, linear.d_in), linear.style)
+    frozen, row = not linear.learns, linear.style in ("row", "experts-row")
+    shape = (*experts, linear.d_out, linear.d_in)
+    yield Parameter(f"{path}.weight", shape, linear.style, not frozen, frozen=frozen, packed=linear.packed)
     if linear.bias:
-        style = f"{linear.style}-bias" if linear.style in ("row", "experts-row") else linear.style
-        yield Parameter(f"{path}.bias", (*experts, linear.d_out), style)
+        style = f"{linear.style}-bias" if row else linear.style
+        yield Parameter(f"{path}.bias", (*experts, linear.d_out), style, not frozen, frozen=frozen)
+    if linear.rank:
+        a, b = adapter_styles(linear.style)
+        yield Parameter(f"{path}.lora_a.weight", (*experts, linear.rank, linear.d_in), a)
+        yield Parameter(f"{path}.lora_b.weight", (*experts, linear.d_out, linear.rank), b)
 
 
 def _vector(model: Model, vector: Vector) -> Iterator[Parameter]:
@@ -210,8 +194,7 @@ def _vector(model: Model, vector: Vector) -> Iterator[Parameter]:
         case "balance-bias":
             yield Parameter("moe.router.balance_bias", (vector.size,), vector.style, learns=False)
         case name if name in FLAT or vector.part == "attention":  # a plug-in's vector bears the name of its module
-            module = FLAT.get(name) or f"{ATTENTIONS[model.attention].heads_in}.{name}"
-            yield Parameter(f"{module}.weight", (vector.size,), vector.style)
+            yield Parameter(f"{vector_module(model, vector)}.weight", (vector.size,), vector.style)
         case _:
             for name in model.norm_affine:
                 size = vector.size // len(model.norm_affine)

@@ -15,6 +15,7 @@
     experts-row         dim 0 over ep, dim 2     —                                       down of experts
                         over expert_tp
     experts-row-bias    dim 0 over ep            expert_tp                               bias of down of experts
+    experts-inside      dim 0 over ep            expert_tp                               A of an adapter of gate and up, B of one of down
 
 A parameter *between* the tensor-parallel regions is whole on every rank, and with sequence parallelism each rank sees a part of the
 tokens only, so that its gradient is a partial sum. One *inside* a region sees this rank's heads or tokens always. In the all-gather
@@ -63,6 +64,7 @@ RULES: dict[str, ShardingRule] = {
     "inside": ShardingRule(partial="tp"),
     "experts": ShardingRule(((0, "ep"), (1, "expert_tp")), group="expert"),
     "experts-row": ShardingRule(((0, "ep"), (2, "expert_tp")), group="expert"),
+    "experts-inside": ShardingRule(((0, "ep"),), partial="expert_tp", group="expert"),
     "experts-row-bias": ShardingRule(((0, "ep"),), partial="expert_tp", group="expert"),
 }
 
