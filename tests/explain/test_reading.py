@@ -8,13 +8,14 @@ import subprocess
 import sys
 from contextlib import suppress
 from io import StringIO
+from itertools import chain
 
 import numpy as np
 import pytest
 from chrome import HandMade
 
 from meshwright.errors import MeshwrightError
-from meshwright.explain import json_stream, reader
+from meshwright.explain import folder, json_stream, reader
 from meshwright.explain.explanation import explain_traces
 from meshwright.explain.folder import read_traces
 from meshwright.explain.json_stream import EndOfText, JsonStream
@@ -47,7 +48,7 @@ def test_elements_are_those_of_the_whole_document(monkeypatch):
             monkeypatch.setattr(json_stream, "CHUNK", chunk)
             stream, found = JsonStream(StringIO(text)), {}
             for key in stream.members():
-                found[key] = list(stream.elements()) if key == "rows" else stream.value()
+                found[key] = list(chain.from_iterable(stream.batches())) if key == "rows" else stream.value()
             assert found == document
 
 
@@ -57,7 +58,7 @@ def test_a_document_that_ends_anywhere_gives_its_first_elements():
     for end in range(len(text)):
         found: list[object] = []
         with pytest.raises(EndOfText):
-            found.extend(JsonStream(StringIO(text[:end])).elements())
+            found.extend(chain.from_iterable(JsonStream(StringIO(text[:end])).batches()))
         assert found == rows[: len(found)]
         assert len(found) == sum(text.find(row) + len(row) <= end for row in map(json.dumps, rows))
 
@@ -105,6 +106,40 @@ def test_other_files_are_refused(tmp_path, content):
     with pytest.raises(MeshwrightError) as error:
         read_trace(file)
     assert error.value.code == "MW-EXPL-002"
+
+
+def test_events_of_other_types_are_read_like_those_as_torch_writes_them(tmp_path):
+    """One event that torch would not write: its batch is read value by value, and nothing else changes."""
+    trace = HandMade()
+    for i in range(40):
+        trace.span(f"aten::op{i % 3}", i, i + 1, "cpu_op", **{"External id": i, "Input Dims": [[i, 8]]})
+    plain = read_trace(trace.write(tmp_path)).events
+    odd = [
+        {"name": 7},
+        {"args": None},
+        {"pid": ["a"]},
+        {"cat": 3},
+        {"args": {"External id": "9"}},
+        {"ts": "1"},
+        {"dur": -1},
+    ]
+    for change in odd:
+        trace.events.insert(20, trace.events[0] | {"ts": 1000} | change)
+        read = read_trace(trace.write(tmp_path)).events
+        del trace.events[20]
+        assert len(read) == 40 + (change.keys().isdisjoint({"ts", "dur"})), change
+        assert [read.names[n] for n in read.name][:40] == [plain.names[n] for n in plain.name], change
+        assert [read.details[n] for n in read.detail][:40] == [plain.details[n] for n in plain.detail], change
+        assert read.external.tolist()[:40] == plain.external.tolist()
+
+
+def test_files_beyond_the_limit_are_named(tmp_path, monkeypatch):
+    for rank in range(3):
+        small(tmp_path, f"rank-{rank}.json", rank=rank)
+    monkeypatch.setattr(folder, "MOST_FILES", 2)
+    traces = read_traces([tmp_path])
+    assert len(traces) == 2
+    assert any("1 files after the first 2 were not read" in note for note in traces[0].notes)
 
 
 def test_missing_files_and_folders_without_traces(tmp_path):

@@ -252,6 +252,12 @@ def test_bad_calls(folder, capsys, arguments, code):
     assert code in call(capsys, arguments, code=2)
 
 
+def test_a_folder_in_use_is_refused(folder, capsys):
+    with session.exclusive(Path("tune")):
+        assert "MW-TUNE-009" in call(capsys, words(), 2)
+    assert not session.begun(Path("tune"))
+
+
 def test_the_time_can_be_named_after_the_first_run_had_none(folder, capsys):
     without = [word for word in words() if word not in ("--time", TIME)]
     assert "MW-TUNE-003" in call(capsys, without, code=2)

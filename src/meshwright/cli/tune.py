@@ -62,29 +62,30 @@ def command(
     question: dict[str, Any] = {**asked, "fix": fix, "most": most, "least": least, "without": without, "allow": allow}
     if not target and not asked["stack"]:
         question["stack"] = stack_of(plan, cluster, asked)
-    if session.begun(out):
-        tuning, unfinished = session.resume(configuration(plan, cluster, target, **question), out, runner)
-        report(as_json, f"[dim]continued: {len(tuning.trials)} runs are in {escape(str(out))}[/]")
-    else:
-        with patient("searching") as progress:
-            config, plans = candidates_of(plan, cluster, target, candidates, progress, **question)
-        tuning, unfinished = session.begin(config, plans, out, runner), []
-    reason = f"{runs} runs were made"
-    while len(tuning.trials) < runs:
-        interrupted = bool(unfinished)
-        proposed = (unfinished.pop(), 0.0) if interrupted else tuning.proposed()
-        if proposed is None:
-            reason = "all candidates were run"
-            break
-        number, expected = proposed
-        if expected < least_gain and tuning.best and not interrupted:
-            reason = f"no run is expected to gain {gain} (largest: {expected:.2%})"
-            break
-        report(as_json, view.before(tuning, number, expected))
-        with patient(f"run {len(tuning.trials) + 1}", measurable=False):
-            trial = session.step(tuning, runner, number, expected)
-        report(as_json, view.after(trial))
-    tuning.write_results()
+    with session.exclusive(out):
+        if session.begun(out):
+            tuning, unfinished = session.resume(configuration(plan, cluster, target, **question), out, runner)
+            report(as_json, f"[dim]continued: {len(tuning.trials)} runs are in {escape(str(out))}[/]")
+        else:
+            with patient("searching") as progress:
+                config, plans = candidates_of(plan, cluster, target, candidates, progress, **question)
+            tuning, unfinished = session.begin(config, plans, out, runner), []
+        reason = f"{runs} runs were made"
+        while len(tuning.trials) < runs:
+            interrupted = bool(unfinished)
+            proposed = (unfinished.pop(), 0.0) if interrupted else tuning.proposed()
+            if proposed is None:
+                reason = "all candidates were run"
+                break
+            number, expected = proposed
+            if expected < least_gain and tuning.best and not interrupted:
+                reason = f"no run is expected to gain {gain} (largest: {expected:.2%})"
+                break
+            report(as_json, view.before(tuning, number, expected))
+            with patient(f"run {len(tuning.trials) + 1}", measurable=False):
+                trial = session.step(tuning, runner, number, expected)
+            report(as_json, view.after(trial))
+        tuning.write_results()
     if as_json:
         show_json(tuning.as_dict() | {"stopped": reason})
     else:

@@ -185,8 +185,8 @@ def communication_layers(rank: RankInGroup) -> dict[Part, Intervals]:
 def device_idle(rank: RankInGroup, idle: Intervals) -> dict[Part, Intervals]:
     """Why no kernel ran. The next kernel had not been launched: the host is late, because it waits for data, has waited for the device,
     or launches too slowly. It had been launched: the short gap between two kernels, or a dependency that the trace does not show."""
-    found, e = rank.found, rank.found.events
-    starts, launched = e.start[found.device], found.launched_at
+    found = rank.found
+    starts, launched = found.device_start, found.launched_at
     following = np.searchsorted(starts, idle[:, 1])
     exists = following < len(starts)
     launch = np.where(exists, launched[np.minimum(following, len(starts) - 1)], idle[:, 1])

@@ -5,8 +5,8 @@ step, so differences of parts sum to the difference of the steps. Products are a
 forward and both gradients, in another order.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -247,23 +247,25 @@ def beside_plan(
 def families(predicted: set[ShapeKey], measured: set[ShapeKey]) -> list[list[ShapeKey]]:
     """Shapes that belong together. A shape that only one side has may be a part of another one, or contain it: gate and up as one product of
     twice the size. It joins the shapes with which it shares two sizes and whose third size divides its own, or the other way round."""
-    group = {key: {key} for key in sorted(predicted | measured)}
+    group = {key: [key] for key in sorted(predicted | measured)}
     for key in sorted(predicted ^ measured):
-        for other in sorted(predicted | measured):
-            if other != key and is_part(key, other):
-                group[key] |= group[other]
-                for member in group[key]:
-                    group[member] = group[key]
+        for relative in parts_and_multiples(key):
+            if relative in group and group[relative] is not group[key]:
+                small, large = sorted((group[key], group[relative]), key=len)
+                large += small
+                group |= dict.fromkeys(small, large)
     return [sorted(members) for members in {id(members): members for members in group.values()}.values()]
 
 
-def is_part(a: ShapeKey, b: ShapeKey) -> bool:
-    """Whether two shapes share two sizes and one third size is a small multiple of the other."""
-    only_a, only_b = Counter(a[1]) - Counter(b[1]), Counter(b[1]) - Counter(a[1])
-    if a[0] != b[0] or only_a.total() != 1 or only_b.total() != 1:
-        return False
-    small, large = sorted((*only_a, *only_b))
-    return small > 1 and large % small == 0 and large // small <= MOST_PARTS
+def parts_and_multiples(key: ShapeKey) -> Iterator[ShapeKey]:
+    """The shapes of which one size is a small multiple of this one's, or a part of it."""
+    batch, sizes = key
+    for at, size in enumerate(sizes):
+        for factor in range(2, MOST_PARTS + 1):
+            others = [size * factor, size // factor] if size % factor == 0 else [size * factor]
+            for other in others if size > 1 else ():
+                if other > 1:
+                    yield batch, tuple(sorted((*sizes[:at], other, *sizes[at + 1 :])))
 
 
 def forward(name: str) -> str:

@@ -31,7 +31,7 @@ from meshwright.explain.attribution import (
     Part,
     StepAttribution,
 )
-from meshwright.explain.intervals import clip, union
+from meshwright.explain.intervals import clip, contains, of_spans, union
 from meshwright.explain.products import TracedProduct
 from meshwright.explain.ranks import LateRank, RankInGroup, TracedRun
 from meshwright.explain.recognise import SYNCHRONISES
@@ -42,6 +42,7 @@ WORTH = 0.01  # share of the step below which a cause is left out
 USUAL_HOST = 0.1  # share of a step on a CPU that Python and the framework take between operators
 UNEVEN = 1.15  # times the compute of the median rank at which a stage is called longer
 BUCKETS = 4  # into which gradients should at least be divided: all but the last can be sent during backward
+SAMPLE = 100  # calls whose line of Python is looked for
 AFTER_BACKWARD = 0.7  # share of the bytes that start after backward at which overlap is said to be off
 
 
@@ -210,14 +211,14 @@ def synchronising_calls(rank: RankInGroup) -> str:
     calls = np.flatnonzero((e.category == RUNTIME) & by_name[e.name])
     if not len(calls):
         calls = np.flatnonzero(found.names_with("aten::_local_scalar_dense") & (found.phase_of(e.start) != "optimizer"))
-    inside = [i for i in calls.tolist() if any(s.start <= e.start[i] < s.end for s in found.host_steps)]
+    steps = of_spans((s.start, s.end) for s in found.host_steps)
+    inside = calls[contains(steps, e.start[calls])]
     text = f"{len(inside) / max(len(found.host_steps), 1):.0f} calls per step on rank {rank.rank}"
     python = np.flatnonzero(e.category == PYTHON)
     where = defaultdict[str, int](int)
-    for i in inside[:1000] if len(python) else ():
-        around = python[
-            (e.start[python] <= e.start[i]) & (e.end[python] >= e.end[i]) & (e.thread[python] == e.thread[i])
-        ]
+    for i in inside[:: len(inside) // SAMPLE + 1].tolist() if len(python) else ():
+        before = python[: np.searchsorted(e.start[python], e.start[i], side="right")]
+        around = before[(e.end[before] >= e.end[i]) & (e.thread[before] == e.thread[i])]
         lines = [
             e.names[e.name[j]]
             for j in around.tolist()

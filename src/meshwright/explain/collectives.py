@@ -10,6 +10,7 @@ gloo   an annotation "gloo:all_reduce" on a thread of the library, with dims but
 
 import re
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -194,6 +195,7 @@ def axis_of(kind: str, description: str) -> str:
     return axis_in_words(description) or {"send": "pp", "receive": "pp", "all_to_all": "ep"}.get(kind, "dp")
 
 
+@lru_cache(maxsize=4096)  # a training has few groups and millions of calls
 def axis_in_words(description: str) -> str:
     """The axis that the words of a description name; empty if they name none."""
     words = re.split(r"[^a-z]+", description.lower())

@@ -19,7 +19,7 @@ def read_traces(paths: Iterable[Path]) -> list[RankTrace]:
     """The traces of all ranks, in the order of ranks; of a rank with several files the first. What is left out is a note of the first trace."""
     traces: dict[int, RankTrace] = {}
     left, refused, unnumbered, notes = MOST_EVENTS, list[MeshwrightError](), list[RankTrace](), list[str]()
-    files = trace_files(paths)
+    files = trace_files(paths, notes)
     for number, file in enumerate(files):
         if left <= 0:
             notes.append(f"{len(files) - number} further files were not read: there are {MOST_EVENTS:,} events before")
@@ -54,8 +54,8 @@ def plan_of_run(paths: Iterable[Path]) -> str:
     return str(plans[0]) if plans else ""
 
 
-def trace_files(paths: Iterable[Path]) -> list[Path]:
-    """The files that the paths name; of a folder those whose names end like a trace's."""
+def trace_files(paths: Iterable[Path], notes: list[str]) -> list[Path]:
+    """The files that the paths name; of a folder those whose names end like a trace's. Adds a note on those that are too many."""
     out, paths = list[Path](), list(paths)
     for path in paths:
         if path.is_dir():
@@ -67,9 +67,12 @@ def trace_files(paths: Iterable[Path]) -> list[Path]:
                     fix="meshwright train RUN.toml --profile 3",
                 )
             folder = path / PROFILE if (path / PROFILE).is_dir() else path
-            out += sorted(file for file in folder.iterdir() if file.name.endswith(ENDINGS) and file.is_file())[
-                :MOST_FILES
-            ]
+            files = sorted(file for file in folder.iterdir() if file.name.endswith(ENDINGS) and file.is_file())
+            out += files[:MOST_FILES]
+            if len(files) > MOST_FILES:
+                notes.append(
+                    f"{folder}: {len(files) - MOST_FILES:,} files after the first {MOST_FILES:,} were not read"
+                )
         elif path.is_file():
             out.append(path)
         else:

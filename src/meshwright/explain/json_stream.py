@@ -2,8 +2,8 @@
 
     {"schemaVersion": 1, …, "traceEvents": [{…}, {…}, …], "traceName": "…"}
 
-Text is read in chunks; the standard library's scanner parses one value at a time from a buffer, and a value that the buffer ends in is parsed
-again when the next chunk is there. Memory is that of a chunk and the largest value, whatever the size of the file.
+Text is read in chunks; the standard library parses the whole values of a buffer, and a value that the buffer ends in is parsed again when the
+next chunk is there. Memory is that of a chunk and the largest value, whatever the size of the file.
 """
 
 import codecs
@@ -20,6 +20,8 @@ CHUNK = 1 << 22  # characters
 LARGEST = 1 << 25  # characters of one value
 SPACE = re.compile(r"[ \n\r\t]*").match
 SEPARATOR = re.compile(r"[ \n\r\t]*,?[ \n\r\t]*").match
+BETWEEN_OBJECTS = re.compile(r"\}[ \n\r\t]*,[ \n\r\t]*(?=\{)").finditer
+TAIL = 1 << 16  # characters at the end of a buffer in which the last whole element is looked for
 GOES_ON = "eE.+-"  # after a number: the buffer ends inside it
 GZIP = b"\x1f\x8b"
 GZIP_FORMAT = zlib.MAX_WBITS | 16
@@ -70,7 +72,8 @@ class JsonStream:
 
     def __init__(self, file: IO[str] | GzipText) -> None:
         self.file, self.text, self.at, self.read = file, "", 0, 0
-        self.scan = JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
+        decoder = JSONDecoder(strict=False)
+        self.decode, self.scan = decoder.decode, decoder.scan_once  # type: ignore[attr-defined]
 
     def more(self) -> bool:
         """Append a chunk to what is left of the buffer; False at the end of the file."""
@@ -127,8 +130,8 @@ class JsonStream:
             self.text, self.at = text, 0
         return count > 0
 
-    def elements(self) -> Iterator[Any]:
-        """The elements of the list that begins here, parsed as they are asked for."""
+    def batches(self) -> Iterator[list[Any]]:
+        """The elements of the list that begins here, as lists of those that one chunk completes."""
         if not self.skip("["):
             raise EndOfText("a list was expected")
         while True:
@@ -138,23 +141,38 @@ class JsonStream:
                 return
             if not character:
                 raise EndOfText("the file ends early")
-            yield from self._buffered()
+            yield self._buffered()
             self.skip(",")  # if the buffer ended before it
             if self.next_character() != "]":
-                yield self.value()
+                yield [self.value()]
                 self.skip(",")
 
-    def _buffered(self) -> Iterator[Any]:
-        """Elements that the buffer has completely; this loop runs for most of them."""
-        scan, text, at, separator = self.scan, self.text, self.at, SEPARATOR
+    def _buffered(self) -> list[Any]:
+        """Elements that the buffer has completely. Text up to a comma that parses as whole elements is exactly these elements, wherever the comma is:
+        parsing them at once takes half the time of one after another, because they share the texts of their keys."""
+        separators = list(BETWEEN_OBJECTS(self.text, max(self.at, len(self.text) - TAIL)))
+        if separators:
+            try:
+                values: list[Any] = self.decode(f"[{self.text[self.at : separators[-1].start() + 1]}]")
+            except (ValueError, RecursionError):
+                pass
+            else:
+                self.at = separators[-1].end()
+                return values
+        return self._one_by_one()
+
+    def _one_by_one(self) -> list[Any]:
+        """Objects up to the end of the list, of the buffer, or of what is JSON."""
+        scan, text, at, separator, values = self.scan, self.text, self.at, SEPARATOR, list[Any]()
         try:
             while text[at] == "{":
                 value, at = scan(text, at)
                 at = separator(text, at).end()  # type: ignore[union-attr]
-                yield value
+                values.append(value)
         except (StopIteration, ValueError, RecursionError, IndexError):
             pass
         self.at = at
+        return values
 
     def members(self) -> Iterator[str]:
         """The keys of the object that begins here; the caller consumes each value before it asks for the next key."""

@@ -101,14 +101,12 @@ def read_snapshot(path: Path) -> list[MemoryReport]:
         if not isinstance(table, dict) or not isinstance(table.get("segments"), list):
             raise refused(path, "It has no segments")
         traces = table.get("device_traces") or []
-        devices = sorted({int(s.get("device", 0)) for s in table["segments"]} | {i for i, t in enumerate(traces) if t})
+        segments: dict[int, list[Any]] = {i: [] for i, trace in enumerate(traces) if trace}
+        for segment in table["segments"]:
+            segments.setdefault(int(segment.get("device", 0)), []).append(segment)
         reports = [
-            _report(
-                device,
-                [s for s in table["segments"] if int(s.get("device", 0)) == device],
-                traces[device] if device < len(traces) else [],
-            )
-            for device in devices
+            _report(device, of_device, traces[device] if device < len(traces) else [])
+            for device, of_device in sorted(segments.items())
         ]
     except OSError as error:
         raise refused(path, str(error.strerror)) from None

@@ -4,8 +4,11 @@ The file is streamed, plain or compressed, and only columns are kept, about 70 b
 `RankTrace.notes` says so.
 """
 
+import gc
 import re
 from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -15,10 +18,8 @@ from numpy.typing import NDArray
 from meshwright.errors import MeshwrightError, printable
 from meshwright.explain.json_stream import EndOfText, JsonStream, open_text
 from meshwright.explain.trace import (
-    ANNOTATION,
     CATEGORIES,
     COLUMNS,
-    KERNEL,
     NO_DETAIL,
     OTHER,
     Detail,
@@ -30,32 +31,35 @@ from meshwright.units import Json
 
 MOST_EVENTS = 24_000_000  # of all ranks together
 MOST_TEXTS = 400_000  # distinct names, or distinct details
-LONGEST_TEXT = 400
+LONGEST_TEXT, LONGEST_VALUE = 400, 2000  # characters: of a name or of shapes, and of what is kept to find its number
 TYPES = {"start": "d", "duration": "d", "category": "b"} | dict.fromkeys(("name", "thread", "detail"), "i")
 NONE = -1
+NUMBERS = {
+    "correlation": "correlation",
+    "sequence": "Sequence number",
+    "forward_thread": "Fwd thread id",
+}  # column → key of the arguments
 ABOUT = ("distributedInfo", "otherData", "baseTimeNanoseconds", "host_name", "deviceProperties")  # of the members
 LATEST, LONGEST = 4e15, 1e14  # microseconds of a time and of a duration: their sums fit into 64 bits of nanoseconds
 NUMBERED = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,6})(?!\d)", re.IGNORECASE)  # in a file name
 
 
-class Interned:
-    """Distinct values and their numbers; beyond `MOST_TEXTS` all further ones share the last number."""
+class Interned(dict[Any, int]):
+    """Numbers of distinct values in the order in which they are first looked up; beyond `MOST_TEXTS` all further ones share that of the last reserved
+    one. `key` shortens a value: values with the same key have one number."""
 
-    def __init__(self, first: Any, rest: Any) -> None:
-        self.numbers: dict[Any, int] = {first: 0}
-        self.rest = self.numbers.setdefault(rest, len(self.numbers))
+    def __init__(self, *reserved: Any, key: Callable[[Any], Any] = lambda value: value) -> None:
+        super().__init__()
+        self.key, self.beyond = key, len(reserved) - 1
+        self.numbers: dict[Any, int] = {value: number for number, value in enumerate(reserved)}
 
-    def __getitem__(self, value: Any) -> int:
-        number = self.numbers.get(value)
-        if number is None:
-            number = len(self.numbers)
-            if number > MOST_TEXTS:
-                return self.rest
-            self.numbers[value] = number
+    def __missing__(self, value: Any) -> int:
+        key = self.key(value)
+        full = len(self.numbers) > MOST_TEXTS
+        number = self.numbers.get(key, self.beyond) if full else self.numbers.setdefault(key, len(self.numbers))
+        if len(self) < MOST_TEXTS and len(str(value)) < LONGEST_VALUE:
+            self[value] = number
         return number
-
-    def values(self) -> tuple[Any, ...]:
-        return tuple(self.numbers)
 
 
 class EventColumns:
@@ -63,63 +67,73 @@ class EventColumns:
 
     def __init__(self) -> None:
         self.columns: dict[str, array[Any]] = {name: array(TYPES.get(name, "q")) for name in COLUMNS}
-        self.names, self.details = Interned("", "(other names)"), Interned(NO_DETAIL, NO_DETAIL)
-        self.threads: dict[tuple[Any, Any], int] = {}
-        self.thread_names: dict[tuple[Any, Any], str] = {}
+        self.names = Interned("", "(other names)", key=lambda name: name[:LONGEST_TEXT])
+        self.details = Interned(NO_DETAIL, key=lambda facts: Detail(*facts))
+        self.threads = Interned(NONE, key=lambda place: tuple(str(part)[:100] for part in place))
+        self.thread_names: dict[tuple[str, ...], str] = {}
         self.skipped = 0
         self.peak = {False: 0, True: 0}  # bytes allocated on the host, on a device
 
     def __len__(self) -> int:
         return len(self.columns["start"])
 
-    def add(self, event: Any) -> None:
-        if not isinstance(event, dict):
-            self.skipped += 1
-            return
-        phase = event.get("ph")
-        if phase == "X":
-            self._add_span(event)
-        elif phase == "M" and event.get("name") == "thread_name":
-            arguments = event.get("args")
+    def add(self, events: list[Any]) -> None:
+        """Add the events of a part of the document: those as torch writes them all at once, column by column; others after a look at each value."""
+        number, events = len(events), [event for event in events if isinstance(event, dict)]
+        self.skipped += number - len(events)
+        spans = [
+            event for event in events if event.get("ph") == "X" and event.get("cat") != "Trace"
+        ]  # that spans the whole recording
+        for event in events if len(spans) < len(events) else ():
+            self._note(event)
+        try:
+            columns = self._columns(spans)
+        except (TypeError, KeyError, AttributeError, OverflowError):
+            usable = [event for event in map(usable_span, spans) if event]
+            self.skipped += len(spans) - len(usable)
+            columns = self._columns(usable)
+        for name, column in columns.items():
+            self.columns[name].extend(column)
+
+    def _columns(self, spans: list[Json]) -> dict[str, "array[Any]"]:
+        """The columns of some events with times; raises where a value is not as torch writes it."""
+        abouts, names, threads, details = [event["args"] for event in spans], self.names, self.threads, self.details
+        categories, places = [event["cat"] for event in spans], [(event["pid"], event["tid"]) for event in spans]
+        start, duration = (array("d", [event[key] for event in spans]) for key in ("ts", "dur"))
+        times = np.array([start, duration])
+        if not (np.abs(times[0]) < LATEST).all() or not ((times[1] >= 0) & (times[1] < LONGEST)).all():
+            raise OverflowError
+        out = {
+            "start": start,
+            "duration": duration,
+            "external": array("q", [about.get("External id", about.get("external id", NONE)) for about in abouts]),
+            "name": array("i", [names[event["name"]] for event in spans]),
+            "thread": array("i", [threads[place] for place in places]),
+            "detail": array("i", [details[facts_of(about)] if about else 0 for about in abouts]),
+        }
+        if "comm" in categories:  # our own profiles
+            categories = [self._category(*event) for event in zip(categories, places, strict=True)]
+        out["category"] = array("b", [CATEGORIES.get(category, OTHER) for category in categories])
+        return out | {name: array("q", [about.get(key, NONE) for about in abouts]) for name, key in NUMBERS.items()}
+
+    def _category(self, category: str, place: tuple[Any, Any]) -> str:
+        on_device = self.thread_names.get(self.threads.key(place), "").startswith("GPU")
+        return category if category != "comm" else "kernel" if on_device else "user_annotation"
+
+    def _note(self, event: Json) -> None:
+        """Keep the name of a thread, or the memory in use; count an event in two parts, which are not read."""
+        phase, arguments = event.get("ph"), event.get("args")
+        if phase == "M" and event.get("name") == "thread_name":
             if isinstance(arguments, dict) and len(self.thread_names) < MOST_TEXTS:
-                self.thread_names[_place(event)] = str(arguments.get("name"))[:LONGEST_TEXT]
+                place = self.threads.key((event.get("pid"), event.get("tid")))
+                self.thread_names[place] = str(arguments.get("name"))[:LONGEST_TEXT]
         elif phase in ("B", "E"):
             self.skipped += 1
-        elif phase == "i" and event.get("name") == "[memory]":
-            self._note_memory(event.get("args"))
-
-    def _note_memory(self, arguments: Any) -> None:
-        """Keep the largest "Total Allocated" of a device, or of the host if there is no device."""
-        if isinstance(arguments, dict):
-            on_device = arguments.get("Device Type") == 1
+        elif phase == "i" and event.get("name") == "[memory]" and isinstance(arguments, dict):
+            on_device = (
+                arguments.get("Device Type") == 1
+            )  # the largest of a device, or of the host if there is no device
             self.peak[on_device] = max(self.peak[on_device], _whole(arguments.get("Total Allocated")))
-
-    def _add_span(self, event: Json) -> None:
-        start, duration, category = event.get("ts"), event.get("dur", 0.0), event.get("cat", "")
-        arguments = event.get("args")
-        if not _is_time(start) or not _is_time(duration) or not 0 <= duration < LONGEST:
-            self.skipped += 1
-            return
-        if category == "Trace":  # the span of the whole recording
-            return
-        if not isinstance(arguments, dict):
-            arguments = {}
-        place = _place(event)
-        thread = self.threads.setdefault(place, len(self.threads))
-        kind = CATEGORIES.get(category, OTHER) if isinstance(category, str) else OTHER
-        if category == "comm":  # our own profiles
-            kind = KERNEL if self.thread_names.get(place, "").startswith("GPU") else ANNOTATION
-        c, number = self.columns, arguments.get
-        c["name"].append(self.names[str(event.get("name", ""))[:LONGEST_TEXT]])
-        c["category"].append(kind)
-        c["thread"].append(thread)
-        c["start"].append(start)
-        c["duration"].append(duration)
-        c["correlation"].append(_whole(number("correlation")))
-        c["external"].append(_whole(number("External id", number("external id"))))
-        c["sequence"].append(_whole(number("Sequence number")))
-        c["forward_thread"].append(_whole(number("Fwd thread id")))
-        c["detail"].append(self.details[detail_of(arguments)] if arguments else 0)
 
     def table(self) -> tuple[EventTable, float]:
         """The events in order, and the profiler's time of their origin in microseconds."""
@@ -133,14 +147,28 @@ class EventColumns:
             if name not in out:
                 column = self.columns[name]
                 out[name] = np.frombuffer(column, np.dtype(column.typecode))[order] if len(self) else np.empty(0, int)
-        threads = tuple(self.thread_names.get(place, "") or f"thread {place[1]}" for place in self.threads)
         return EventTable(
-            **out, names=tuple(map(printable, self.names.values())), threads=threads, details=self.details.values()
+            **out, names=tuple(map(printable, self.names.numbers)), details=tuple(self.details.numbers)
         ), origin
 
 
-def _place(event: Json) -> tuple[str, str]:
-    return str(event.get("pid"))[:100], str(event.get("tid"))[:100]
+def usable_span(event: Json) -> Json:
+    """An event with values of the types that torch writes; empty if its times cannot be used."""
+    start, duration = event.get("ts"), event.get("dur", 0.0)
+    if not _is_time(start) or not _is_time(duration) or not 0 <= duration < LONGEST:
+        return {}
+    about = event.get("args")
+    about = about if isinstance(about, dict) else {}
+    category = event.get("cat")
+    place = {key: str(event.get(key)) for key in ("pid", "tid")}
+    numbers = {key: _whole(about.get(key, about.get(key.lower()))) for key in (*NUMBERS.values(), "External id")}
+    return {
+        "ts": start,
+        "dur": duration,
+        "cat": category if isinstance(category, str) else "",
+        "name": str(event.get("name", "")),
+        "args": about | numbers,
+    } | place
 
 
 def _is_time(value: Any) -> TypeGuard[float]:
@@ -151,25 +179,22 @@ def _whole(value: Any) -> int:
     return value if type(value) is int and abs(value) < 1 << 62 else NONE
 
 
-def detail_of(arguments: Json) -> Detail:
-    """What an event says beside its times; one object for all events that say the same."""
-    if "Input Dims" in arguments:
-        dims, dtypes = arguments["Input Dims"], arguments.get("Input type", "")
-        return Detail(str(dims)[:LONGEST_TEXT], str(dtypes)[:LONGEST_TEXT], **_collective(arguments))
-    return Detail(**_collective(arguments)) if "Collective name" in arguments else NO_DETAIL
-
-
-def _collective(arguments: Json) -> Json:
-    if "Collective name" not in arguments:
-        return {}
-    elements = max(_whole(arguments.get("In msg nelems")), _whole(arguments.get("Out msg nelems")), 0)
-    return {
-        "collective": str(arguments["Collective name"])[:100],
-        "elements": elements,
-        "dtype": str(arguments.get("dtype", ""))[:40],
-        "group": str(arguments.get("Process Group Name", ""))[:100],
-        "ranks": ranks_in(str(arguments.get("Process Group Ranks", ""))),
-    }
+def facts_of(about: Json) -> tuple[Any, ...]:
+    """What an event says beside its times: the fields of a `Detail`."""
+    shapes = ("", "")
+    if "Input Dims" in about:
+        shapes = str(about["Input Dims"])[:LONGEST_TEXT], str(about.get("Input type", ""))[:LONGEST_TEXT]
+    if "Collective name" not in about:
+        return shapes
+    elements = max(_whole(about.get("In msg nelems")), _whole(about.get("Out msg nelems")), 0)
+    return (
+        *shapes,
+        str(about["Collective name"])[:100],
+        elements,
+        str(about.get("dtype", ""))[:40],
+        str(about.get("Process Group Name", ""))[:100],
+        ranks_in(str(about.get("Process Group Ranks", ""))),
+    )
 
 
 def ranks_in(text: str) -> tuple[int, ...]:
@@ -185,7 +210,7 @@ def read_trace(path: Path, most_events: int = MOST_EVENTS) -> RankTrace:
     columns, about, notes = EventColumns(), dict[str, Any](), list[str]()
     found = False
     try:
-        with open_text(path) as file:
+        with open_text(path) as file, no_garbage_collection():
             stream = JsonStream(file)
             if stream.next_character() == "[":
                 found = True
@@ -223,14 +248,28 @@ def read_trace(path: Path, most_events: int = MOST_EVENTS) -> RankTrace:
     return _trace(path, columns, about, notes)
 
 
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Parsed values have no cycles: looking for them takes a fifth of the time of reading."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _fill(columns: EventColumns, stream: JsonStream, most: int, notes: list[str]) -> bool:
     """Add the events of the list that begins here; False if there are too many."""
-    add = columns.add
-    for event in stream.elements():
-        add(event)
-        if len(columns) >= most:
-            notes.append(f"more than {most:,} events: those after them were not read")
-            return False
+    for events in stream.batches():
+        while events:
+            room = most - len(columns)
+            columns.add(events[:room])
+            events = events[room:]
+            if len(columns) >= most:
+                notes.append(f"more than {most:,} events: those after them were not read")
+                return False
     return True
 
 

@@ -96,6 +96,10 @@ class RecognisedTrace:
         return np.flatnonzero(np.isin(self.events.category, ON_DEVICE))
 
     @cached_property
+    def device_start(self) -> NDArray[np.int64]:
+        return self.events.start[self.device]
+
+    @cached_property
     def launches(self) -> NDArray[np.int64]:
         """For each event of `device` the call of the runtime that launched it; −1: not in the trace."""
         e = self.events
@@ -136,7 +140,7 @@ class RecognisedTrace:
     def launched_at(self) -> NDArray[np.int64]:
         """When each event of `device` was launched. Kernels before the first launch of the trace were launched before it; of others without a launch
         in the trace, their start."""
-        start = self.events.start[self.device]
+        start = self.device_start
         traced = self.launches >= 0
         first = start[traced].min() if traced.any() else 0
         return np.where(traced, self.events.start[self.launches], np.where(start < first, -1, start))
@@ -165,11 +169,13 @@ class RecognisedTrace:
         host = self.host_steps
         if not len(self.device):
             return host
-        ends = self.events.end[self.device]
-        edges = []
-        for begin in [s.start for s in host] + [host[-1].end]:
-            before = self.launched_at < begin
-            edges.append(max(begin, int(ends[before].max()) if before.any() else begin))
+        order = np.argsort(self.launched_at, kind="stable")
+        latest = np.maximum.accumulate(
+            self.events.end[self.device][order]
+        )  # of this kernel and those launched before it
+        begins = np.array([*(s.start for s in host), host[-1].end])
+        before = np.searchsorted(self.launched_at[order], begins) - 1
+        edges = np.where(before >= 0, np.maximum(begins, latest[before]), begins).tolist()
         on_device = (NamedSpan(s.name, a, b) for s, (a, b) in zip(host, pairwise(edges), strict=True) if b > a)
         return tuple(on_device) or host
 

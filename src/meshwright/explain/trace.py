@@ -7,6 +7,7 @@ Times are whole nanoseconds from the origin of the trace: sums of parts are exac
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +44,7 @@ class EventTable:
 
     name: NDArray[np.int32]  # index in `names`
     category: NDArray[np.int8]
-    thread: NDArray[np.int32]  # index in `threads`: a thread of the host, or a stream of the device
+    thread: NDArray[np.int32]  # number of a thread of the host, or of a stream of the device
     start: NDArray[np.int64]  # nanoseconds from the origin of the trace
     duration: NDArray[np.int64]
     correlation: NDArray[np.int64]  # joins a call of the runtime and its kernel; −1: none
@@ -52,20 +53,19 @@ class EventTable:
     forward_thread: NDArray[np.int64]  # not 0 in backward; −1: none
     detail: NDArray[np.int32]  # index in `details`
     names: tuple[str, ...]
-    threads: tuple[str, ...]
     details: tuple[Detail, ...]
 
     def __len__(self) -> int:
         return len(self.start)
 
-    @property
+    @cached_property
     def end(self) -> NDArray[np.int64]:
         return self.start + self.duration
 
     def where(self, selected: NDArray) -> "EventTable":
         """The events that a mask or a list of indices selects."""
         columns = {name: getattr(self, name)[selected] for name in COLUMNS}
-        return EventTable(**columns, names=self.names, threads=self.threads, details=self.details)
+        return EventTable(**columns, names=self.names, details=self.details)
 
 
 COLUMNS = (

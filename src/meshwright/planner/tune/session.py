@@ -8,11 +8,14 @@
 A run that was started and has no end was interrupted: it is run again, and counts as failed if that happens twice.
 """
 
+import fcntl
 import hashlib
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
@@ -143,6 +146,31 @@ def digest_of(config: Config, command: Command) -> str:
     described = [part.model_dump(mode="json") for part in parts]
     text = json.dumps([described, command.words], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold the folder for one call: two would measure each other, and mix their runs in one log. The lock ends with the process."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        directory = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise MeshwrightError(
+                "MW-TUNE-009",
+                f"another `meshwright tune` uses '{folder}'",
+                why="Two would measure at the same time and mix their runs in one log",
+                fix="--out ANOTHER-FOLDER, or wait for its end",
+            ) from None
+        except OSError:  # a disk without locks
+            pass
+        yield
+    finally:
+        os.close(directory)
 
 
 def begun(folder: Path) -> bool:
