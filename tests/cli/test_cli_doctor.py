@@ -100,6 +100,14 @@ def test_bash_completes_commands_options_and_names(words) -> None:
     assert complete(script, "meshwright", "config", "sh") == {"show"}
     assert complete(script, "meshwright", "config", "show", "--to") == {"--toml"}
     assert complete(script, "meshwright", "launch", "x.toml", "--sl") == {"--slurm"}
+    assert complete(script, "meshwright", "show", "cross") == {"crossover"}
+    assert complete(script, "meshwright", "show", "crossover", "--") == {
+        "--alpha",
+        "--bandwidth",
+        "--size",
+        "--json",
+        "--help",
+    }
 
 
 def test_the_other_shells_get_the_same_words(words, capsys) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from lower.cases import GPT, WORK, lowered
 from meshwright import api
+from meshwright.cli import main
 from meshwright.cli.show import command
 from meshwright.cost.collective import CollectiveTimes
 from meshwright.describe import catalog
@@ -118,6 +119,19 @@ def test_options_without_effect_are_refused(words, tmp_path, monkeypatch):
         show(*words)
     assert refused.value.code == "MW-SHOW-003"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [("crossover", "--help"), ("-h", "crossover")])
+def test_the_help_of_a_topic_has_its_options(words, capsys):
+    with pytest.raises(SystemExit):
+        main(["show", *words])
+    assert set(re.findall(r"--[a-z]+", capsys.readouterr().out)) == {
+        "--alpha",
+        "--bandwidth",
+        "--size",
+        "--json",
+        "--help",
+    }
 
 
 def test_the_comparison_names_the_fastest_for_every_size():

@@ -141,8 +141,6 @@ def test_show_compares_and_searches():
         "zb-h1",
         "zbv",
     ]
-    assert walked_for("auto", 4, 8, limit=2.0).peak_memory.max() == 2.0
+    assert walked_for("auto", 4, 8).makespan <= walked_for("1f1b", 4, 8).makespan
     assert walked_for("interleaved", 4, 8, 4).program.virtual == 4
     assert walked_for("1f1b", 4, 8, 4).program.virtual == 1
-    with pytest.raises(MeshwrightError):
-        walked_for("1f1b", 4, 8, times=(1.0, 2.0))

@@ -206,6 +206,10 @@ def run_command(name: str, arguments: list[str]) -> int:
     command: Any = typer.main.get_command(build(name))
     if {"--help", "-h"} & set(arguments):
         keep_brackets(command)
+        if name == "show":
+            from meshwright.cli.show import hide_unused
+
+            hide_unused(command.params, arguments)
     try:
         code = command(args=arguments, prog_name=f"meshwright {name}", standalone_mode=False)
     except usage_error as found:

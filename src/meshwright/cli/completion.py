@@ -32,6 +32,7 @@ def vocabulary() -> dict[str, list[str]]:
     from meshwright.describe import catalog
     from meshwright.describe.config import OURS
     from meshwright.interop.frameworks import FRAMEWORKS, READABLE
+    from meshwright.view.show.topics import TOPICS, options_of
 
     out = {"": [*COMMANDS, "--help", "--version"]}
     for name in COMMANDS:
@@ -39,6 +40,10 @@ def vocabulary() -> dict[str, list[str]]:
         for path, inner in [(name, made), *((f"{name} {sub}", c) for sub, c in getattr(made, "commands", {}).items())]:
             flags = [flag for p in inner.params for flag in (*p.opts, *p.secondary_opts) if flag.startswith("--")]
             out[path] = [*getattr(inner, "commands", {}), *flags, "--help"]
+    for topic in TOPICS:
+        flags = (f"--{option.replace('_', '-')}" for option in sorted(options_of(topic) - {"names"}))
+        out[f"show {topic}"] = [*flags, "--json", "--help"]
+    out["show"] = [*TOPICS, "--json", "--help"]
     for name in ("plan", "estimate"):
         out[name] += catalog.names("models")
     out["migrate"] += ["auto", *READABLE]

@@ -1,6 +1,7 @@
 """`meshwright show`: draw collectives and pipeline schedules, and print reference tables.
 
     meshwright show                                        the list of all topics
+    meshwright show zero --help                            the options of one topic
     meshwright show all-reduce --ranks 4 --values          the ring, with the values on every rank
     meshwright show all-reduce --compare --ranks 64 --cluster dgx-h100
     meshwright show step plan.toml                         the operations of a plan's training step
@@ -12,15 +13,20 @@
 `--compare` is a flag; the names after it are a second positional argument, so that they can be omitted.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 import typer
 
 from meshwright import api
 from meshwright.cli.options import described
 from meshwright.cli.output import writable
-from meshwright.view.show.options import LESSON, NUMBERS, PIPELINES, STEP
-from meshwright.view.show.topics import kind_of, list_topics, module_of, sort_arguments
+from meshwright.view.show.options import LESSON, NUMBERS, PIPELINES, STEP, refuse_unused, refuse_zero
+from meshwright.view.show.topics import TOPICS, kind_of, list_topics, module_of, options_of, sort_arguments
 from meshwright.view.tables import show as print_out
 from meshwright.view.tables import show_json
+
+EVERY_TOPIC = ("topic", "as_json")
 
 
 @described
@@ -66,25 +72,20 @@ def command(
     """Show a collective, a pipeline schedule, the step of a plan or a reference table. Without a topic: list all topics."""
     if not topic:
         return list_topics(as_json)
-    from meshwright.view.show.options import refuse_unused, refuse_zero
-
     writable(html, trace)
-    if topic.lower() == "step":
+    topic, names, compare = sort_arguments(topic.lower(), names, compare, values)
+    kind, typed = kind_of(topic), explicit_options(context)
+    refuse_unused(topic, kind, typed, options_of(topic))
+    if kind == STEP:
         from meshwright.view.show.step import plan_file, show_step
 
-        refuse_unused(topic, STEP, explicit_options(context))
         return show_step(api.estimate(plan=plan_file(names)), as_json)
-    topic, names, compare = sort_arguments(topic.lower(), names, compare, values)
-    kind = kind_of(topic)
     if kind == NUMBERS:
         from meshwright.view.show import number_tables, numbers
 
-        given = {name: context.params[name] for name in explicit_options(context)}
-        refuse_unused(topic, kind, given, set(numbers.OPTIONS[topic]))
-        found = numbers.data(topic, given, api.estimate(plan=names) if names else None)
+        found = numbers.data(topic, typed, api.estimate(plan=names) if names else None)
         return show_json(found) if as_json else print_out(*number_tables.page(topic, found))
-    refuse_unused(topic, kind, explicit_options(context))
-    refuse_zero({name: context.params[name] for name in explicit_options(context)})
+    refuse_zero(typed)
     if kind == LESSON:
         lesson = module_of(topic)
         return show_json(lesson.data(topic)) if as_json else print_out(*lesson.page(topic))
@@ -107,7 +108,14 @@ def command(
     return show(CollectiveRequest(topic, **options | {"compare": compare, "names": names}))
 
 
-def explicit_options(context: typer.Context) -> list[str]:
-    """Return the names of the options on the command line, in order, except those that every topic accepts."""
+def explicit_options(context: typer.Context) -> dict[str, Any]:
+    """Return the options on the command line, in order, except those that every topic accepts."""
     named = {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
-    return [name for name in context.params if name in named - {"topic", "as_json"}]
+    return {name: value for name, value in context.params.items() if name in named - set(EVERY_TOPIC)}
+
+
+def hide_unused(parameters: Iterable[Any], words: Iterable[str]) -> None:
+    """Leave out of the help the options that the topic among the words does not use."""
+    for topic in (word.lower() for word in words if word.lower() in TOPICS):
+        for parameter in parameters:
+            parameter.hidden = parameter.name not in {*options_of(topic), *EVERY_TOPIC}

@@ -1,6 +1,6 @@
 """Options of `meshwright show` that a topic does not use raise an error; none is ignored."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from meshwright.errors import MeshwrightError
 
@@ -25,9 +25,8 @@ INSTEAD = {
 }
 
 
-def refuse_unused(topic: str, kind: str, names: Iterable[str], used_here: set[str] | None = None) -> None:
-    """Raise for the first option of the command line that topics of this kind (or, with `used_here`, this topic) do not use."""
-    accepted = USED[kind] if used_here is None else used_here
+def refuse_unused(topic: str, kind: str, names: Iterable[str], accepted: Set[str]) -> None:
+    """Raise for the first option of the command line that the topic does not use."""
     for name in names:
         if name not in accepted:
             used = [f"--{option.replace('_', '-')}" for option in sorted(accepted - {"names"})] or ["--json"]

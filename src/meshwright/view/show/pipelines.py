@@ -1,6 +1,6 @@
 """`meshwright show SCHEDULE`: draw one or more pipeline schedules on equal stages.
 
-The forward, backward of inputs and backward of weights of a rank take `times` (default 1, 1, 1). With V stages per rank
+The forward, backward of inputs and backward of weights of a rank take 1 each. With V stages per rank
 each stage takes 1/V of that, so that schedules of different V do the same work and their lengths are comparable.
 """
 
@@ -26,20 +26,15 @@ def show(
     stages: int = 4,
     microbatches: int = 8,
     virtual: int | None = None,
-    compare: str | Sequence[str] | None = None,
-    times: Sequence[float] = (1.0, 1.0, 1.0),
-    p2p: float = 0.0,
-    overlap: bool = True,
-    limit: float | None = None,
+    compare: str | None = None,
     html: str | Path | None = None,
     trace: str | Path | None = None,
     json_out: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Draw `topic` (and the schedules in `compare`) on `stages` ranks; `limit` is the memory limit of auto, in micro-batches per rank."""
+    """Draw `topic` (and the schedules in `compare`) on `stages` ranks."""
     console = console or tables.console()
-    options: dict[str, Any] = {"times": tuple(times), "p2p": p2p, "overlap": overlap, "limit": limit}
-    several = [walked_for(name, stages, microbatches, virtual or None, **options) for name in names(topic, compare)]
+    several = [walked_for(name, stages, microbatches, virtual) for name in names(topic, compare)]
     if json_out:
         console.file.write(json.dumps(data(several), allow_nan=False) + "\n")
     else:
@@ -49,36 +44,19 @@ def show(
             console.print(f"written to {path}", style="dim", soft_wrap=True)
 
 
-def walked_for(
-    schedule: str,
-    ranks: int,
-    microbatches: int,
-    virtual: int | None = None,
-    *,
-    times: tuple[float, ...] = (1.0, 1.0, 1.0),
-    p2p: float = 0.0,
-    overlap: bool = True,
-    limit: float | None = None,
-) -> Walked:
+def walked_for(schedule: str, ranks: int, microbatches: int, virtual: int | None = None) -> Walked:
     """Simulate a schedule on equal stages; a `virtual` that it does not support is replaced by its default."""
     name = name_of(schedule)
     rule = SCHEDULES[name]
     count = virtual if virtual is not None and (rule.most_virtual > 2 or virtual == rule.virtual) else rule.virtual
-    if len(times) != 3:
-        raise MeshwrightError("MW-PIPE-020", f"times are three numbers: forward, inputs, weights, not {len(times)}")
-    stage_times = Durations.of(ranks * count, *(t / count for t in times))
-    options: dict[str, Any] = {"p2p": p2p, "overlap": overlap}
-    if name == "auto":
-        program = build(name, ranks, microbatches, count, durations=stage_times, limit=limit, **options)
-    else:
-        program = build(name, ranks, microbatches, count)
-    return walk(program, stage_times, **options)
+    stage_times = Durations.of(ranks * count, *(3 * [1 / count]))
+    options: dict[str, Any] = {"durations": stage_times} if name == "auto" else {}
+    return walk(build(name, ranks, microbatches, count, **options), stage_times)
 
 
-def names(topic: str, compare: str | Sequence[str] | None) -> list[str]:
+def names(topic: str, compare: str | None) -> list[str]:
     """Return the schedules to draw: the topic and those in `compare`; --compare without names means the classics."""
-    listed = compare.split(",") if isinstance(compare, str) else list(compare or ())
-    schedules = [name_of(word.strip()) for word in listed if word.strip()]
+    schedules = [name_of(word.strip()) for word in (compare or "").split(",") if word.strip()]
     first = name_of(topic)
     if compare is not None and not schedules:
         schedules = list(CLASSICS)

@@ -14,7 +14,8 @@ from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
 from meshwright.programs.collectives.formulas import text as formula
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.view.show import collectives, numbers, pipelines
-from meshwright.view.show.options import COLLECTIVES, LESSON, NUMBERS, PIPELINES, refuse_unused
+from meshwright.view.show.options import COLLECTIVES, LESSON, NUMBERS, PIPELINES, USED, refuse_unused, unused
+from meshwright.view.show.options import STEP as STEP_PROGRAM
 from meshwright.view.tables import filled, heading, show, show_json
 
 LESSONS = {
@@ -29,6 +30,7 @@ OPTIONS: dict[str, Any] = {
     "values": False, "stages": 4, "microbatches": 8, "virtual": 0,
     **{name: default for options in numbers.OPTIONS.values() for name, default in options.items()},
 }  # fmt: skip
+TOPICS = ("step", *OPERATIONS, *SCHEDULES, *numbers.TOPICS, *LESSONS)
 USAGE = {
     "Collectives": "all-reduce --algorithm ring --ranks 4 [--values] [--html F] [--compare]",
     "Pipeline schedules": "1f1b --stages 4 --microbatches 8 [--compare gpipe,zbv] [--html F]",
@@ -48,8 +50,16 @@ def sort_arguments(topic: str, names: str, compare: bool, values: bool = False) 
     return topic, names, compare or (bool(names) and not values)
 
 
+def options_of(topic: str) -> set[str]:
+    """The options that a topic uses, besides --json."""
+    kind = kind_of(topic)
+    return set(numbers.OPTIONS[topic]) if kind == NUMBERS else USED[kind]
+
+
 def kind_of(topic: str) -> str:
     """Return the kind of a topic; an unknown topic raises an error that suggests a similar one."""
+    if topic == "step":
+        return STEP_PROGRAM
     if topic in LESSONS:
         return LESSON
     if topic in numbers.TOPICS:
@@ -58,13 +68,7 @@ def kind_of(topic: str) -> str:
         return COLLECTIVES
     if any(topic in (name, *known.aliases) for name, known in SCHEDULES.items()):
         return PIPELINES
-    raise unknown(
-        "MW-SHOW-001",
-        "topic",
-        topic,
-        ["step", *OPERATIONS, *SCHEDULES, *numbers.TOPICS, *LESSONS],
-        "meshwright show {}",
-    )
+    raise unknown("MW-SHOW-001", "topic", topic, TOPICS, "meshwright show {}")
 
 
 def module_of(lesson: str) -> Any:
@@ -77,12 +81,14 @@ def data(topic: str, options: dict[str, Any]) -> Any:
     """Return what `meshwright show TOPIC … --json` prints; without a topic, the list of topics. Clusters are those of the catalog."""
     if not topic:
         return all_topics()
-    kind = kind_of(topic.lower())
+    kind = kind_of(topic := topic.lower())
     values = {name: checked(name, value) for name, value in options.items()}
-    if kind == NUMBERS:  # a request names no file: plans are those of the page's views
-        refuse_unused(topic, kind, values, set(numbers.OPTIONS[topic.lower()]) - {"names"})
-        return numbers.data(topic.lower(), values)
-    refuse_unused(topic, kind, values)
+    no_file = {"names"} if kind in (NUMBERS, STEP_PROGRAM) else set()  # plans are those of the page's views
+    refuse_unused(topic, kind, values, options_of(topic) - no_file)
+    if kind == STEP_PROGRAM:
+        raise unused("step", "a request names no file")
+    if kind == NUMBERS:
+        return numbers.data(topic, values)
     if kind == LESSON:
         return module_of(topic).data(topic)
     if kind == PIPELINES:
@@ -92,7 +98,7 @@ def data(topic: str, options: dict[str, Any]) -> Any:
         return pipelines.data([pipelines.walked_for(name, *sizes) for name in names])
     own = bool(values.get("values"))
     compare = bool(values.pop("compare", False) or (values.get("names") and not own))
-    return collectives.data(collectives.CollectiveRequest(topic.lower(), compare=compare, **values))
+    return collectives.data(collectives.CollectiveRequest(topic, compare=compare, **values))
 
 
 def checked(name: str, value: Any) -> Any:
