@@ -9,7 +9,7 @@ EXTRAS := train,web,dev
 # Python keeps the bytecode of what it imports, even where the environment forbids it: many processes import the same files.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-frameworks lint bench soak pages docs clean
+.PHONY: setup demo test test-frameworks lint bench soak pages pictures docs clean
 
 setup: $(STAMP)
 
@@ -87,6 +87,10 @@ pages: setup
 	PYTHONPATH=docs/generate $(BIN)/python -m picture
 	$(BIN)/python -m meshwright.view.cases docs/cases
 	$(BIN)/python -m meshwright.view.goodput docs/past-one-cluster.md
+
+# The pictures of the course, drawn by the page in Chromium.
+pictures: setup
+	PYTHONPATH=docs/generate $(BIN)/python -m course_pictures
 
 # The site opens from site/index.html, without a server. Building it needs no network once mkdocs-material is installed.
 docs: setup

@@ -37,12 +37,12 @@ TITLES = {
     "roofline": "Communication roofline", "ranks": "Grid of ranks", "goodput": "Goodput", "heatmap": "tp × pp heat map",
     "pareto": "Time against memory", "scaling": "Scaling", "batch": "Efficiency against batch", "sensitivity": "Sensitivity",
     "published": "Published runs", "collectives": "Collectives", "strategies": "Strategies", "zero": "ZeRO and the memory wall",
-    "overlap": "Buckets and prefetching", "learn": "Lessons", "modeler": "Bandwidth and efficiency modeler",
+    "overlap": "Buckets and prefetching", "learn": "Course", "modeler": "Bandwidth and efficiency modeler",
 }  # fmt: skip
 FOLLOW_FROM_THE_ESTIMATE = (
-    "verdict", "memory", "waterfall", "roofline", "ranks", "goodput", "strategies", "learn", "modeler",
+    "verdict", "memory", "waterfall", "roofline", "ranks", "goodput", "strategies", "modeler",
 )  # fmt: skip
-WITHOUT_A_SEARCH = ("advice", "stages", "published", "zero", "overlap")
+WITHOUT_A_SEARCH = ("advice", "stages", "published", "zero", "overlap", "learn")
 KINDS = dict.fromkeys(FOLLOW_FROM_THE_ESTIMATE, CHEAP) | dict.fromkeys(WITHOUT_A_SEARCH, SLOW)
 VIEWS: dict[str, View] = {
     name: View(name, title, f"meshwright.view.page.{name}", KINDS.get(name, SEARCH)) for name, title in TITLES.items()

@@ -166,10 +166,11 @@ SHAPES: dict[str, Any] = {
         "note": S,
     },
     "learn": {
-        "lessons": [{
-            "changes": O, "title": S, "view": S, "text": [S], "look": S,
-            "questions": [{"ask": S, "why": S, "tolerance": N, "answer": N, "unit": S, "options": [S]}],
-        }],
+        "contents?": [{"part": S, "chapters": [{"key": S, "title": S}]}], "chapter?": {"key": S, "title": S, "blocks": [ANY]},
+        "figure?": {
+            "name": S, "controls": [{"name": S, "label": S, "value": ANY, "values": [ANY], "unit": S, "kind": S}], "draw": S, "data": ANY,
+            "stats": [{"name": S, "value": S, "detail": S}], "note": S,
+        },
     },
     "modeler": {
         "inputs": {

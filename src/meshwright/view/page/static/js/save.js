@@ -30,7 +30,7 @@ export function csv(table) {
 }
 
 /** A figure as a file of its own: what the style sheet gives is written into the elements. */
-function drawn(figure) {
+export function drawn(figure) {
   const copy = figure.cloneNode(true), from = [figure, ...figure.querySelectorAll("*")], to = [copy, ...copy.querySelectorAll("*")];
   from.forEach((node, i) => {
     const style = getComputedStyle(node);

@@ -67,8 +67,11 @@ function states(program) {
   return out;
 }
 
-function player(element, program) {
-  const frames = states(program), chunks = program.chunk_sizes.length;
+/** The player of a program; with `inputs`, the values that each rank starts with, its slots show sums of them. */
+export function player(element, program, inputs = null) {
+  clearInterval(playing);
+  playing = null;
+  const frames = states(program), chunks = program.chunk_sizes.length, valueOf = inputs ? values(program, inputs) : null;
   let step = 0;
   const output = h("output", null), input = h("input", { type: "range", min: 0, max: program.steps, step: 1, value: 0, "aria-label": "Step", oninput: () => go(Number(input.value)) });
   const button = h("button", { type: "button", class: "primary", onclick: () => {
@@ -88,7 +91,7 @@ function player(element, program) {
     output.textContent = k === 0 ? `start, before step 0 of ${program.steps}` : `after step ${k - 1} of ${program.steps}`;
     input.setAttribute("aria-valuetext", output.textContent);
     circle(clear(ring), program, k);
-    slots(clear(matrix), program, frames[k], chunks, wide ? element.clientWidth - 340 : element.clientWidth - 24);
+    slots(clear(matrix), program, frames[k], chunks, wide ? element.clientWidth - 340 : element.clientWidth - 24, valueOf);
   };
   go(0);
 }
@@ -114,7 +117,20 @@ function circle(element, program, step) {
   }
 }
 
-function slots(element, program, frame, chunks, width) {
+/** What a slot shows: the sums over the ranks in it of their values of this chunk; more than three values as the first and the last. */
+function values(program, inputs) {
+  const at = program.chunk_sizes.map((_, k) => program.chunk_sizes.slice(0, k).reduce((a, b) => a + b, 0));
+  return (held, chunk) => {
+    const own = (rank) => { // a rank that starts with some chunks has only their values
+      const start = program.starts[rank].length === program.chunk_sizes.length ? at[chunk] : program.starts[rank].filter((c) => c < chunk).reduce((sum, c) => sum + program.chunk_sizes[c], 0);
+      return inputs[rank].slice(start, start + program.chunk_sizes[chunk]);
+    };
+    const sums = [...held].map(own).reduce((a, b) => a.map((v, i) => v + (b[i] ?? 0)));
+    return (sums.length > 3 ? [sums[0], "…", sums.at(-1)] : sums).map((v) => (typeof v === "number" ? format.number(v) : v)).join(" ");
+  };
+}
+
+function slots(element, program, frame, chunks, width, valueOf) {
   const n = program.ranks, left = 48, side = Math.max(3, Math.min(64, (Math.min(width, 900) - left - 8) / chunks)), high = Math.max(14, Math.min(40, 300 / n));
   const c = figure(element, { width: left + 8 + side * chunks, height: 30 + high * n, left, right: 4, top: 22, bottom: 4, label: `What each of ${n} ranks holds of ${chunks} chunks` });
   const every = Math.ceil(18 / side);
@@ -127,12 +143,13 @@ function slots(element, program, frame, chunks, width) {
       const node = svg("rect", { x: k * side + 0.5, y: r * high + 1, width: Math.max(1, side - 1.5), height: high - 2, rx: side > 8 ? 2 : 0, fill: held ? `color-mix(in oklab, var(--compute) ${Math.round((100 * held.size) / n)}%, var(--pp))` : "grid", stroke: fresh ? "focus" : "none", "stroke-width": 2 });
       if (held && side > 10) formula(node, `rank ${r}, chunk ${k}: data of ${held.size === n ? `all ${n} ranks` : `rank ${[...held].sort((a, b) => a - b).join(" + ")}`}`, { focus: false });
       c.plot.append(node);
-      if (held && side >= 20 && high >= 16) label(c, held.size === 1 ? [...held][0] : `Σ${held.size}`, k * side + side / 2, r * high + high / 2, { anchor: "middle", middle: true, size: 9.5, colour: held.size > n * 0.6 ? "heat-ink-high" : "black" }).style.pointerEvents = "none";
+      if (held && side >= 20 && high >= 16) label(c, valueOf ? valueOf(held, k) : held.size === 1 ? [...held][0] : `Σ${held.size}`, k * side + side / 2, r * high + high / 2, { anchor: "middle", middle: true, size: 9.5, colour: held.size > n * 0.6 ? "heat-ink-high" : "black" }).style.pointerEvents = "none";
     }
   }
 }
 
-function sizes(element, data) {
+/** The times of the algorithms by size. */
+export function sizes(element, data) {
   const d = data.comparison, names = Object.keys(d.time_s), values = names.flatMap((n) => d.time_s[n]);
   const c = figure(element, { height: 320, left: 66, right: 18, bottom: 42, label: `Times by size; ${data.formulas.crossovers}` });
   const x = log([d.size_bytes[0], d.size_bytes.at(-1)], [0, c.width]), y = log([Math.min(...values) * 0.8, Math.max(...values) * 1.25], [c.height, 0]);
@@ -151,7 +168,8 @@ function sizes(element, data) {
 
 const PLACES = { broadcast: [0, 0], reduce: [0, 1], scatter: [0, 2], gather: [0, 3], "all-gather": [1, 0.5], "reduce-scatter": [1, 2], "all-reduce": [2, 1.2], "all-to-all": [2, 2.4], "point-to-point": [1, 3], barrier: [2, 3.3] };
 
-function family(element, data, context) {
+/** The operations, with what they are composed of and their duals. */
+export function family(element, data, context) {
   const c = figure(element, { height: 250, left: 4, right: 4, top: 4, bottom: 4, label: data.family.map((f) => `${f.whole} = ${f.parts.join(" + ")}`).join("; ") });
   c.root.setAttribute("role", "group");
   const w = Math.min(132, c.width / 3 - 12), at = (name) => [PLACES[name][0] * ((c.width - w) / 2), PLACES[name][1] * 62 + 2];

@@ -1,48 +1,121 @@
-// Twelve lessons through the views, with questions that check themselves. Answers come from Python, where our functions compute them.
+// The course: the list of chapters, the text of one with its figures, a question that checks itself, and progress that is kept in this browser.
 
-import { clear, format, h, panel } from "meshwright/draw.js";
+import { choice, format, h } from "meshwright/draw.js";
+import { embedded } from "meshwright/figures.js";
+import { refusal } from "meshwright/notice.js";
+import * as source from "meshwright/source.js";
+import * as state from "meshwright/state.js";
 
-const given = new Map(); // answers of this visit, by "lesson.question"
+const STORED = "meshwright-course";
+const texts = new Map(); // chapters that were read, by key
+let built = null; // the chapter on the page: { key, width, node }
+let asked = ""; // the chapter that was asked for last
 
 export const view = {
   name: "learn",
-  title: "Learn parallelism in twelve lessons",
-  short: "Lessons",
+  title: "Learn distributed training",
+  short: "Course",
   workspace: "learn",
-  sentence: "Each lesson has a few sentences, a view to try them in, and questions that check themselves.",
+  needs: [],
   localOptions: true,
-  draw(element, data, context) {
-    const at = Math.min(Math.max(0, Number(context.options.lesson ?? 1) - 1), data.lessons.length - 1), lesson = data.lessons[at];
-    const go = (n) => context.setOptions({ lesson: n + 1 });
-    const path = h("ol", { class: "path" }, data.lessons.map((l, i) => h("li", null, h("button", { type: "button", "aria-current": i === at ? "step" : null, onclick: () => go(i) }, `${i + 1}. ${l.title}`, done(l, i) ? h("span", { class: "tone-good" }, " ✓") : ""))));
-    const text = panel(`Lesson ${at + 1}: ${lesson.title}`, null, ...lesson.text.map((t) => h("p", null, t)),
-      h("p", { class: "try" }, h("b", null, "Try it. "), lesson.look, " ", context.live ? h("button", { type: "button", class: "small primary", onclick: () => context.update({ ...lesson.changes, "page.view": lesson.view }) }, "Open the view") : null));
-    const questions = panel("Check your understanding", null, h("ol", { class: "questions" }, lesson.questions.map((q, i) => question(q, `${at}.${i}`))));
-    const steps = h("div", { class: "controls" }, at > 0 ? h("button", { type: "button", onclick: () => go(at - 1) }, "← Previous lesson") : null, at + 1 < data.lessons.length ? h("button", { type: "button", class: "primary", onclick: () => go(at + 1) }, "Next lesson →") : null);
-    element.append(h("div", { class: "lessons" }, h("nav", { "aria-label": "Lessons" }, path), h("div", null, text, questions, steps)));
+  liveOnly: true,
+  ownTitle: true,
+  draw(element, _, context) {
+    const key = context.options.chapter ?? progress().last ?? "", width = element.clientWidth;
+    const go = (chapter) => {
+      context.setOptions({ chapter });
+      document.getElementById("view").scrollIntoView({ block: "start" });
+    };
+    if (built && (built.key === key || !key) && Math.abs(built.width - width) < 2) return element.append(built.node);
+    const node = h("div", { class: "course" });
+    element.append(node);
+    const show = (data) => {
+      built = { key: data.chapter.key, width, node };
+      remember({ last: data.chapter.key });
+      node.replaceChildren(...page(data, go));
+    };
+    if (texts.has(key)) return show(texts.get(key));
+    asked = key;
+    node.append(h("p", { class: "empty" }, "Loading the chapter …"));
+    ask(key ? { chapter: key } : {}).then((data) => {
+      texts.set(key, data).set(data.chapter.key, data);
+      if (asked === key) show(data);
+    }, (error) => node.replaceChildren(refusal(error.error ?? { what: String(error) })));
   },
 };
 
-const right = (q, value) => (q.options.length ? value === q.answer : Math.abs(value - q.answer) <= q.tolerance * Math.abs(q.answer) + 1e-12);
-const done = (lesson, i) => lesson.questions.every((q, k) => given.has(`${i}.${k}`) && right(q, given.get(`${i}.${k}`)));
+/** The data of the view with some options. */
+async function ask(options, signal) {
+  let found = null;
+  await source.views({ config: state.config(), views: ["learn"], options: { learn: options } }, signal, (answer) => { found = answer; });
+  if (found.error) throw new source.Refusal(found.error);
+  return found.data;
+}
 
-function question(q, key) {
-  const result = h("p", { role: "status" });
-  const judge = (value) => {
-    given.set(key, value);
-    const good = right(q, value);
-    const correct = q.options.length ? q.options[q.answer] : `${format.number(q.answer, 4)} ${q.unit}`;
-    clear(result).append(h("b", { class: good ? "tone-good" : "tone-bad" }, good ? "✓ Right. " : "✗ Not yet. "), good ? `${correct}: ${q.why}` : "Try again, or ", good ? "" : h("button", { type: "button", class: "link", onclick: () => clear(result).append(h("b", null, "Answer: "), `${correct}. ${q.why}`) }, "show the answer"));
+/** What this browser keeps: { last, done: { chapter: chosen option } }. Where storage is refused, it lasts until the page is left. */
+let kept = null;
+function progress() {
+  if (kept) return kept;
+  try { kept = JSON.parse(localStorage.getItem(STORED)); } catch { /* refused, or not ours */ }
+  kept = kept && typeof kept === "object" ? kept : {};
+  kept.done = kept.done && typeof kept.done === "object" ? kept.done : {};
+  return kept;
+}
+function remember(changes) {
+  Object.assign(progress(), changes);
+  try { localStorage.setItem(STORED, JSON.stringify(kept)); } catch { /* refused */ }
+}
+
+function page({ contents, chapter }, go) {
+  const all = contents.flatMap((part) => part.chapters), at = all.findIndex((one) => one.key === chapter.key);
+  const part = contents.find((one) => one.chapters.some(({ key }) => key === chapter.key)).part;
+  const list = h("nav", { class: "contents", "aria-label": "Chapters" });
+  const drawList = () => list.replaceChildren(
+    h("p", { class: "sentence" }, `${all.filter(({ key }) => isDone(key)).length} of ${all.length} answered`),
+    choice("Chapter", all.map(({ key, title }, i) => [key, `${i + 1}. ${title}${isDone(key) ? " ✓" : ""}`]), chapter.key, go),
+    ...contents.map((one) => h("section", null, h("h3", null, one.part), h("ol", null, one.chapters.map(({ key, title }) => h("li", null, h("button", { type: "button", "aria-current": key === chapter.key ? "step" : null, onclick: () => go(key) }, title, isDone(key) ? h("span", { class: "tone-good", "aria-label": "answered" }, " ✓") : "")))))));
+  drawList();
+  const step = (by, words) => (all[at + by] ? h("button", { type: "button", class: by > 0 ? "primary" : null, onclick: () => go(all[at + by].key) }, words(all[at + by].title)) : null);
+  const article = h("article", { class: "chapter", dataset: { chapter: chapter.key } }, h("p", { class: "sentence" }, `${part} · chapter ${at + 1} of ${all.length}`), h("h2", null, chapter.title),
+    ...chapter.blocks.map((block) => DRAWN[block.kind](block, chapter.key, go, drawList)), h("div", { class: "controls" }, step(-1, (title) => `← ${title}`), step(1, (title) => `${title} →`)));
+  return [list, article];
+}
+
+const isDone = (key) => progress().done[key]?.right === true;
+
+/** Inline text: strings and [kind, text, target]. A link goes to a chapter; other pages of the documentation are named only. */
+const inline = (parts, go) => parts.map((part) => {
+  if (typeof part === "string") return part;
+  const [kind, text, target] = part, to = /^([\w-]+)\.md/.exec(target)?.[1];
+  if (kind === "link") return to && go ? h("button", { type: "button", class: "link", onclick: () => go(to) }, text) : text;
+  return h({ bold: "b", italic: "em", code: "code" }[kind], null, text);
+});
+
+const DRAWN = {
+  text: (block, _, go) => h("p", null, inline(block.text, go)),
+  heading: (block) => h("h3", null, inline(block.text)),
+  list: (block, _, go) => h("ul", { class: "points" }, block.items.map((item) => h("li", null, inline(item, go)))),
+  table: (block, _, go) => h("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Table" }, h("table", null, h("thead", null, h("tr", null, block.head.map((cell) => h("th", { scope: "col" }, inline(cell, go))))), h("tbody", null, block.rows.map((row) => h("tr", null, row.map((cell, i) => h(i ? "td" : "th", { class: "text", scope: i ? null : "row" }, inline(cell, go)))))))),
+  figure: (block) => embedded(block.name, inline(block.words), ask),
+  more: (block, _, go) => h("details", { class: "more" }, h("summary", null, inline(block.ask)), h("p", null, inline(block.answer, go))),
+  question,
+  number: (block, _, go) => h("section", { class: "panel" }, h("h3", null, "The same number by command and in Python"), block.text.map((text) => h("p", null, inline(text, go))),
+    h("pre", { class: "command", tabindex: "0" }, block.commands.map((command) => `$ ${command}`).join("\n")), h("pre", { class: "command", tabindex: "0" }, block.python), h("p", { class: "sentence" }, `Both give ${format.number(block.number, 6)}.`)),
+};
+
+/** A question with options of which one is right; each has the reason. The first right answer counts as done. */
+function question(block, key, go, changed) {
+  const result = h("p", { role: "status" }), given = progress().done[key]?.chosen;
+  const judge = (i) => {
+    const option = block.options[i];
+    result.replaceChildren(h("b", { class: option.right ? "tone-good" : "tone-bad" }, option.right ? "✓ " : "✗ "), ...[inline(option.why, go)].flat());
   };
-  const name = `question-${key}`, id = `${name}-value`;
-  let input;
-  if (q.options.length) input = h("div", { class: "options" }, q.options.map((option, i) => h("label", null, h("input", { type: "radio", name, checked: given.get(key) === i, onchange: () => judge(i) }), h("span", null, option))));
-  else {
-    const field = h("input", { type: "number", step: "any", id, value: given.get(key) ?? "", "aria-label": q.ask, onkeydown: (event) => event.key === "Enter" && check() });
-    const check = () => field.value !== "" && judge(Number(field.value));
-    input = h("div", { class: "answer" }, field, h("span", null, q.unit), h("button", { type: "button", class: "small", onclick: check }, "Check"));
-  }
-  const node = h("li", null, h("fieldset", null, h("legend", null, q.ask), input, result));
-  if (given.has(key)) judge(given.get(key));
-  return node;
+  const choose = (i) => {
+    remember({ done: { ...progress().done, [key]: { chosen: i, right: block.options[i].right || isDone(key) } } });
+    judge(i);
+    changed();
+  };
+  const options = block.options.map((option, i) => h("label", null, h("input", { type: "radio", name: `question-${key}`, checked: given === i, onchange: () => choose(i) }), h("span", null, inline(option.text))));
+  if (block.options[given]) judge(given);
+  return h("section", { class: "panel question" }, h("h3", null, "Check yourself"), h("fieldset", null, h("legend", null, inline(block.ask)), h("div", { class: "options" }, options)), result);
 }

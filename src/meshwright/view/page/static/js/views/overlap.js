@@ -30,7 +30,8 @@ function plan(element, d, compute, comm, name) {
   element.append(legend([{ label: compute, colour: compute }, { label: name, colour: comm, pattern: "hatch" }, { label: "end", colour: "bad", shape: "line" }]));
 }
 
-function ways(element, d, top, compute, comm) {
+/** Compute and messages of several ways under each other. */
+export function ways(element, d, top, compute, comm) {
   const unit = top >= 1 ? ["s", 1] : top >= 1e-3 ? ["ms", 1e3] : ["µs", 1e6];
   const rows = d.ways.flatMap((w) => [`${w.name}:title`, `${w.name}:compute`, `${w.name}:communication`]);
   const c = figure(element, { height: 250, left: 12, right: 12, top: 4, bottom: 42, label: d.formula });

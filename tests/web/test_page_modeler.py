@@ -1,4 +1,4 @@
-"""Lessons and modeler: answers are those of our functions, and the published tool's numbers stand next to the corrected ones."""
+"""The modeler: the published tool's numbers stand next to the corrected ones; and sums of other views."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.describe.config import load
-from meshwright.view.page import learn, memory, modeler, verdict, waterfall
+from meshwright.view.page import memory, modeler, verdict, waterfall
 from meshwright.view.page.subject import Subject
 from web.browser import shows
 
@@ -36,25 +36,6 @@ def test_the_modeler_has_the_published_numbers_and_the_corrected_ones(subject: S
     assert advice["ours"] == {"microbatches": 12, "stages": 3}
 
 
-def test_twelve_lessons_whose_answers_are_computed(subject: Subject) -> None:
-    lessons = learn.data(subject)["lessons"]
-    assert len(lessons) == 12
-    answers = {q["ask"]: q["answer"] for lesson in lessons for q in lesson["questions"]}
-    known = {
-        "7 billion": 112,
-        "ZeRO-1": 38.5,
-        "10 GB with a ring": 17.5,
-        "bubble, in percent of the step": 300 / 11,
-        "first of 4 stages": 256,
-    }
-    for words, value in known.items():
-        assert [a for ask, a in answers.items() if words in ask] == [pytest.approx(value)], words
-    equal = next(
-        q for lesson in lessons for q in lesson["questions"] if q["ask"].startswith("Which has the larger bubble")
-    )
-    assert equal["options"][equal["answer"]] == "they are equal"
-
-
 def test_parts_sum_to_the_step_and_to_the_peak(subject: Subject) -> None:
     step, room = waterfall.data(subject), memory.data(subject)
     assert sum(p["s"] for p in step["parts"]) == pytest.approx(subject.estimate.prediction.step_time_s)
@@ -78,17 +59,6 @@ def test_a_low_pipeline_efficiency_has_advice_that_reaches_the_target(subject: S
     cut = [f"{path}={value}" for path, value in found["cut_to"]["set"].items()]
     fewer = load("examples/llama3-70b-64xh100.toml", [*base, "workload.batch=16", *cut])
     assert 1 - Subject(fewer).estimate.bubble_fraction >= 0.8
-
-
-def test_a_question_checks_itself(server: str, open_page: Open) -> None:
-    page = open_page(server + "/#view=learn")
-    field = page.get_by_role("spinbutton", name="How many GB of weights")
-    field.fill("90")
-    page.get_by_role("button", name="Check").first.click()
-    shows(page, "Not yet", ".questions")
-    field.fill("112")
-    page.keyboard.press("Enter")
-    shows(page, "Right. 112 GB", ".questions")
 
 
 def test_the_modeler_shows_both_values_and_applies_its_advice(server: str, open_page: Open) -> None:
