@@ -178,7 +178,28 @@ def run_plan(name: str, context: Any, job: dict[str, Any]) -> dict[str, Any]:
             trainer.train_step()
             seconds.append(time.perf_counter() - start)
     slept = sleeping.slept / len(seconds) if sleeping else 0.0
+    if "traces" in job:
+        trace_steps(trainer, trace_folder(Path(job["traces"]), name) / f"rank-{context.rank}.json.gz")
     return {"seconds": seconds[WARMUP:], "slept_s": slept}
+
+
+def trace_folder(traces: Path, name: str) -> Path:
+    """Where the traces of a plan are."""
+    return traces / name.replace(" ", "_").replace("%", "")
+
+
+def trace_steps(trainer: Any, file: Path) -> None:
+    """Train two steps under torch's profiler."""
+    from torch import distributed, profiler
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with profiler.profile(activities=[profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        for step in range(2):
+            distributed.barrier()
+            with profiler.record_function(f"ProfilerStep#{step}"):
+                trainer.train_step()
+    profile.export_chrome_trace(str(file))
+    distributed.barrier()
 
 
 # ---- in the parent

@@ -14,68 +14,13 @@ import os
 import signal
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import closed_loop
-from closed_loop import JOIN_S, PLANS, config_of, in_ranks, records
+from closed_loop import PLANS, config_of, in_ranks, records, trace_folder
 
 HELD_OUT = list(PLANS)[1::2]
-
-
-def rank_main(job: dict[str, Any]) -> None:
-    """Run the plans one after the other; rank 0 prints the seconds of each step, and every rank writes its trace."""
-    import torch
-
-    from meshwright.training.launch.join import joined
-    from meshwright.training.launch.rank import placement
-
-    torch.set_num_threads(1)
-    place = placement(os.environ)
-    assert place is not None, "`emulate run` starts the ranks"
-    with joined(place, "cpu", "gloo", JOIN_S, JOIN_S) as context:
-        start = time.monotonic()
-        for name in job["plans"]:
-            spent = torch.tensor(time.monotonic() - start)
-            torch.distributed.all_reduce(spent, torch.distributed.ReduceOp.MAX)
-            if spent > job["limit"]:
-                return
-            seconds = run_plan(name, context, job["steps"], Path(job["folder"]) / "traces")
-            if context.rank == 0:
-                print(json.dumps({"plan": name, "seconds": seconds}), flush=True)
-
-
-def run_plan(name: str, context: Any, steps: int, folder: Path) -> list[float]:
-    """Seconds of every step after the warm-up; then a step under the profiler."""
-    import torch
-    from torch import distributed, profiler
-
-    from meshwright.parallel.apply import apply
-    from meshwright.parallel.numerics.precision import DTYPES
-    from meshwright.training.data.sources import Corpus
-    from meshwright.training.loop import Trainer
-
-    config = config_of(name, "laptop")
-    parts = (config.model, config.plan, config.workload, context.rank)
-    parallel = apply(*parts, device="cpu", dtype=DTYPES["fp32"], order=config.stack.order)
-    trainer = Trainer(parallel, Corpus(config.model, config.workload.seq, 0))
-    seconds = []
-    for _ in range(1 + steps):
-        distributed.barrier()
-        start = time.perf_counter()
-        trainer.train_step()
-        seconds.append(time.perf_counter() - start)
-    path = folder / name.replace(" ", "_").replace("%", "")
-    path.mkdir(parents=True, exist_ok=True)
-    with profiler.profile(activities=[profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-        for step in range(2):
-            distributed.barrier()
-            with profiler.record_function(f"ProfilerStep#{step}"):
-                trainer.train_step()
-    profile.export_chrome_trace(str(path / f"rank-{context.rank}.json.gz"))
-    torch.distributed.barrier()
-    return seconds[1:]
 
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
@@ -85,9 +30,9 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     done = {result["plan"] for result in records(folder / "real.jsonl")}
     plans = [name for name in options.only if name not in done]
     if plans and options.limit > 0:
-        closed_loop.__file__ = __file__  # the script that ranks run
         with Emulation(Topology(4, 2, *parse_between(options.between)), f"trace{os.getpid() % 10**6}") as emulation:
-            job = {"plans": plans, "steps": options.steps, "limit": options.limit, "folder": str(folder)}
+            job = {"kind": "plans", "plans": plans, "compute": "real", "steps": options.steps, "limit": options.limit}
+            job["traces"] = str(folder / "traces")
             in_ranks(emulation, job, folder / "real.jsonl", options.limit + 600)
 
 
@@ -125,7 +70,7 @@ def compare(folder: Path) -> dict[str, Any]:
     )
     for name in (name for name in measured if name not in HELD_OUT):
         try:
-            traces = read_traces([folder / "traces" / name.replace(" ", "_").replace("%", "")])
+            traces = read_traces([trace_folder(folder / "traces", name)])
             found = calibrate_from_trace(explain_traces(traces), configs[name])
         except MeshwrightError as problem:
             print(f"{name:<24} not used: {problem}")
@@ -149,11 +94,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=3600.0, help="start no further plan after this many seconds")
     parser.add_argument("--between", default="200Mb/s,1ms")
     parser.add_argument("--folder", default="loop")
-    parser.add_argument("--rank", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank:
-        rank_main(json.loads(options.rank))
-        return
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the emulation is removed on the way
     folder = Path(options.folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
