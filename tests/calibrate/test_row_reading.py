@@ -7,7 +7,7 @@ from meshwright.calibrate.runs.row_model import Widths, catalog_entry
 from meshwright.calibrate.runs.rows import apply_readings
 from meshwright.calibrate.runs.validate import predict_rows
 from meshwright.describe import catalog
-from meshwright.describe.catalog import accelerator_of
+from meshwright.describe.catalog import accelerator_of, stack_of
 
 BASE = {
     "file": "invented", "row_id": "r", "model": "Corvus 7B", "layers": "32", "hidden": "4096", "ffn_hidden": "11008", "heads": "32",
@@ -285,3 +285,43 @@ def test_a_stack_that_is_read_from_the_text_replaces_the_assumed_one():
         case(**fields | {"pp": "2", "dp": "32", "notes": "DualPipe", "zero": "1", "schedule": "", "flash_attn": ""})
     )
     assert {"stack: hai-llm", "schedule: dualpipev", f"attention: {two_ways.stack.attention}"} <= set(two_ways.assumed)
+
+
+def test_a_published_power_limit_lowers_the_clock():
+    """The cube root of the power, and the boards of Grand Teton: 96 GB of HBM2e."""
+    limited, full = case(gpu_type="H100 SXM 96GB (500 W limit)"), case(gpu_type="H100 80GB SXM (700W TDP, HBM3)")
+    assert limited.cluster.accelerator.memory_bandwidth == 2.4e12
+    assert limited.cluster.accelerator.clock == pytest.approx((5 / 7) ** (1 / 3))
+    assert limited.cluster.levels == full.cluster.levels
+    assert full.cluster.accelerator.clock == 1
+    assert case(gpu_type="A100-80GB SXM4 400W").cluster.accelerator.clock == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "stack"),
+    [
+        ("megatron-core", "megatron-core"), ("NeMo Automodel", "automodel"), ("TorchTitan (FSDP2)", "torchtitan"), ("FMS", "fms-fsdp"),
+        ("JAX (MaxText)", "maxtext"), ("Megatron-DeepSpeed", "megatron-deepspeed"), ("InternEvo", "internevo"), ("", None), ("own code", None),
+    ],
+)  # fmt: skip
+def test_frameworks_are_understood_however_they_are_written(text, stack):
+    assert stack_of(text) == stack
+    assert stack is None or stack in catalog.names("stacks")
+
+
+def test_automodel_keeps_moments_in_16_bits_and_no_masters():
+    run = {"stack": "NeMo Automodel", "zero": "3", "dtype": "bf16"}
+    flat, piped = (apply_readings(case(**run, pp=pp, dp=dp)).plan for pp, dp in (("1", "4"), ("2", "2")))
+    assert (flat.master, flat.state_dtype, flat.grad_dtype) == (False, "bf16", "bf16")
+    assert (piped.master, piped.grad_dtype) == (
+        False,
+        "fp32",
+    )  # stages add up micro-batches in the dtype of the reduction
+
+
+def test_selective_checkpointing_of_fms_recomputes_a_share_of_the_layers():
+    """A whole recompute adds a third to the FLOPs of the model: 0.51 against 0.45 is 40% of that."""
+    run = {"stack": "fms-fsdp", "zero": "3", "recompute_mode": "selective", "layers": "40", "pp": "1", "dp": ""}
+    plan = apply_readings(case(**run, mfu_pct="45", hfu_pct="51")).plan
+    assert (plan.recompute, plan.recompute_layers) == ("full", 16)
+    assert apply_readings(case(**run)).plan.recompute_layers == 40

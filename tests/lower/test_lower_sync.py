@@ -275,3 +275,22 @@ def test_a_pipeline_gathers_and_reduces_once_per_step():
     alone, piped = lowered(GPT, work, zero=3, shard=2), lowered(GPT, work, zero=3, shard=2, pp=2)
     assert volume(alone) == pytest.approx(8 * 3 / 2)
     assert volume(piped) == pytest.approx(2 / 2)
+
+
+def test_units_are_copied_from_gathers_and_to_reductions():
+    """fully_shard gathers rank by rank and reduces rank by rank: gathered weights are read and written once more forward and backward, gradients are
+    read in 16 bits and written in those of the reduction. Flat shards are gathered in place, and a single rank gathers nothing."""
+
+    def copies(**changes):
+        program = lowered(GPT.but(tied=False), ONCE, Stack(**changes.pop("stack", {})), zero=3, **changes)
+        ops = [op for _, op in program.ops(GPT.kinds[0]) if op.part == "copies"]
+        return {op.name + str(k): one(op.count) * one(op.bytes) for k, op in enumerate(ops) if one(op.count)}
+
+    weights = sum(
+        np.prod(linear.d_out * linear.d_in) for linear in GPT.blocks[GPT.kinds[0]].linears
+    )  # without the vectors, of which there are few
+    assert copies(shard=P) == pytest.approx(
+        {"unit-copy-out0": 4 * weights, "unit-copy-out1": 4 * weights, "unit-copy-in2": 6 * weights}, rel=0.02
+    )
+    assert [*copies(shard=P, reshard=False)] == ["unit-copy-out0", "unit-copy-in1"]
+    assert copies(shard=P, stack={"flat_shards": True}) == copies(shard=1) == {}

@@ -12,6 +12,8 @@ hidden behind the larger, and t₀ the start-up time of a kernel. On 375 H100 sh
 Attention sustains a smaller share and needs long sequences: e · s / (s + 700). The scan of a linear mixer: `scan_time`. All other
 operations (norms, activations, residuals, the optimizer) are memory-bound: t = t₀ + bytes / (share · bandwidth).
 
+A power limit below the power of the board lowers the clock of products and attention (`Accelerator.clock`), not the bandwidth of memory.
+
 These are rates of a device in benchmarks. A stack reaches `products` and `attention_rate` of the rates of products and attention, and its
 memory-bound operations take `elementwise` times as long (`describe.stack`).
 
@@ -34,7 +36,7 @@ def gemm_time(device: Accelerator, dtype: str, op: Op) -> Array:
     if op.shape:
         products, m, n, k = op.shape
         flops = 2.0 * products * np.maximum(m, eff.tile) * np.maximum(n, eff.tile) * k
-    rate = eff.products(dtype) * peak
+    rate = eff.products(dtype) * peak * device.clock
     if eff.grouped != 1 and op.part == "experts":
         rate = rate * eff.grouped
     arithmetic = flops / rate
@@ -50,7 +52,9 @@ def attention_time(device: Accelerator, dtype: str, op: Op, kernel: str) -> Arra
     reached = (
         eff.attention(kernel) * length / (length + eff.sequence_half) * np.minimum(1.0, (width / eff.tile) ** 0.25)
     )
-    seconds = eff.floor + op.flops / (reached * device.peak_for(dtype)) + op.bytes / device.memory_bandwidth
+    seconds = (
+        eff.floor + op.flops / (reached * device.clock * device.peak_for(dtype)) + op.bytes / device.memory_bandwidth
+    )
     return seconds + rows * s_q * s_kv * eff.exponential if eff.exponential else seconds
 
 

@@ -77,6 +77,7 @@ PART_NAMES = {
     "host": "waiting for the host",
     "interference": "slowed by overlap",
     "offload": "copies to and from the host",
+    "copies": "copies of ZeRO-3 units",
     "overhead": "step overhead",
     "ffn": "FFN",
     "head": "head and loss",

@@ -8,6 +8,8 @@
     zero 3   parameters are kept as shards: each unit gathers them forward and (if freed) backward, 1.5× the bytes of zero 0
     hybrid   shard inside a group, then all-reduce the shard over the replicas
 
+A unit of zero 3 is also copied: from the buffer of its gather to its parameters, from its gradients to the buffer of their reduction (`_unit_copy`).
+
 A *message* is one of two things:
 
     bucket   each pipeline stage has one flat buffer of the gradients that dp·cp sums and one of experts', cut into
@@ -205,11 +207,23 @@ def unit_ops(b: Batch, group: str, unit: Load, times: Array) -> dict[str, list[O
     if by_parameter:  # a parameter is freed when its module ends, so recompute and backward each gather it
         backward = backward * np.where(b.recompute == 2, 2.0, 1.0)
     # Without resharding after forward, the weights are gathered once per step, not once per micro-batch.
+    forward = on * np.where(b.reshard, 1.0, once) * times
+    copied_out = _unit_copy(b, "unit-copy-out", forward, 2 * gather.bytes)
+    copied_in = _unit_copy(b, "unit-copy-in", reduces, unit.held * (b.param_bytes + b.summed_bytes))
     return {
-        "F": [op(gather, on * np.where(b.reshard, 1.0, once) * times)],
-        "I": [op(gather, backward)],
-        "W": scatter,
+        "F": [op(gather, forward), *copied_out],
+        "I": [op(gather, backward), *(replace(x, count=backward) for x in copied_out)],
+        "W": [*copied_in, *scatter],
     }
+
+
+def _unit_copy(b: Batch, name: str, count: Array, size: Array) -> list[Op]:
+    """The copy between the buffer of a unit's collective and its parameters or gradients: `fully_shard` gathers the shards of a unit rank by rank and
+    copies them to the parameters, and brings 16-bit gradients to the order and the dtype of the reduce-scatter. Both run on the stream that computes
+    (torch: fsdp/_fully_shard/_fsdp_collectives.py, split_with_sizes_copy and chunk_cat). Flat shards are gathered in place."""
+    if not (b.units and b.stack.asynchronous and b.stack.gathers == "layer"):
+        return []
+    return [Op(name, "copies", "memory", count, bytes=size)]
 
 
 # The messages of a batch of plans

@@ -15,7 +15,7 @@ from meshwright.describe.workload import Workload
 from meshwright.units import Json
 
 CLUSTER_COLUMNS = ("gpus", "gpu_type", "gpus_per_node", "interconnect", "tp", "cp", "pp", "dp", "ep", "etp")
-CLUSTERS = (  # accelerator, words of the network → catalog cluster; the first that fits
+CLUSTERS = (  # pattern of the accelerator, words of the network → catalog cluster; the first that fits
     ("gb300", r"", "gb300-nvl72"),
     ("gb200", r"", "gb200-nvl72"),
     ("b300", r"", "dgx-b300"),
@@ -24,9 +24,9 @@ CLUSTERS = (  # accelerator, words of the network → catalog cluster; the first
     ("h800", r"", "dgx-h800"),
     ("h200", r"efa", "aws-p5e"),
     ("h200", r"", "dgx-h200"),
-    ("h100-sxm", r"efa", "aws-p5"),
-    ("h100-sxm", r"roce per gpu", "meta-h100"),
-    ("h100-sxm", r"", "dgx-h100"),
+    (r"h100-sxm(-96gb)?", r"efa", "aws-p5"),
+    (r"h100-sxm(-96gb)?", r"roce per gpu", "meta-h100"),
+    (r"h100-sxm(-96gb)?", r"", "dgx-h100"),
     ("v100-sxm2-16gb", r"", "dgx-v100"),
     ("v100-sxm2-32gb", r"", "dgx-v100"),
     ("a100-40gb", r"efa", "aws-p4d"),
@@ -39,7 +39,7 @@ CLUSTERS = (  # accelerator, words of the network → catalog cluster; the first
     ("mi355x", r"", "mi355x-8"),
     ("rtx-4090", r"", "workstation-2x4090"),
     ("rtx-3090", r"", "workstation-4x3090"),
-    (r"", r"", "ethernet-cluster"),  # cards on PCIe
+    (r".*", r"", "ethernet-cluster"),  # cards on PCIe
 )
 
 
@@ -57,13 +57,21 @@ def read_cluster(c: PublishedRun) -> Cluster:
     card, network = accelerator_of(r["gpu_type"]), r["interconnect"].lower()
     if card is None:
         raise refusal(f"GPU {r['gpu_type']!r} is not in the catalog")
-    name = next(n for gpu, words, n in CLUSTERS if gpu in ("", card) and re.search(words, network))
+    name = next(n for gpu, words, n in CLUSTERS if re.fullmatch(gpu, card) and re.search(words, network))
     if not network and gpus > 8:
         c.assumed.append(f"network: as {name}")
     cluster: Cluster = catalog.load("clusters", name)
     if cluster.accelerator.name != card:
         cluster = cluster.but(name=f"{name}-{card}", accelerator=card)
-    return _with_nodes_of(cluster, integer(r["gpus_per_node"]), gpus).with_gpus(gpus)
+    return _with_nodes_of(_with_power_of(cluster, r["gpu_type"]), integer(r["gpus_per_node"]), gpus).with_gpus(gpus)
+
+
+def _with_power_of(cluster: Cluster, text: str) -> Cluster:
+    """The cluster with boards of the published power, where it is below that of the card."""
+    watts, board = re.search(r"(\d{3,4}) ?w\b", text.lower()), cluster.accelerator
+    if not watts or not board.power > float(watts[1]):
+        return cluster
+    return cluster.but(name=f"{cluster.name}-{watts[1]}w", accelerator=board.but(power_limit=float(watts[1])))
 
 
 def _with_nodes_of(cluster: Cluster, size: int, gpus: int) -> Cluster:
@@ -199,7 +207,7 @@ def _sharding(c: PublishedRun, d: RowDegrees) -> Json:
         "reduce": "step" if zero == 2 and d.pp > 1 else "auto",
         "master": not pure,
     }
-    if stack.name == "composer-fsdp":
+    if stack.name in ("composer-fsdp", "fms-fsdp"):
         fields |= {"param_dtype": "bf16", "grad_dtype": "bf16" if pure else "fp32", "comm_dtype": "bf16"}
     if zero == 3:  # ZeRO-3 prefetches its all-gathers even if the stack has no other overlap
         fields["overlap"] = tuple(

@@ -20,6 +20,8 @@ What the free text of a row says of its stack and its schedule, where the column
     Triton in llm-foundry        the attention kernel `triton`, but for its large-scale sweep
     compiled blocks              the loss is eager
     Megatron's functional tests  its defaults: no fused loss, which its performance recipes have
+    NeMo Automodel's recipes     torch's Adam on 16-bit parameters: no masters, moments in 16 bits
+    fms-fsdp, selective          a share of the layers is recomputed whole
     Nemotron-4 340B on 8 stages  12 virtual stages, as the table of configurations of the same README says (`FACTS`)
 
 A reading is used only if the resulting plan is legal.
@@ -135,8 +137,8 @@ def _read(part: Callable[[PublishedRun], Any], columns: Cells, cells: Cells) -> 
 
 def _stack(c: PublishedRun) -> Stack:
     name, kernel = c.row["stack"], KERNELS.get(c.row["flash_attn"], "")
-    known = name in catalog.names("stacks")
-    stack = _stack_with(name if known else "default", kernel)
+    known = catalog.stack_of(name)
+    stack = _stack_with(known or "default", kernel)
     if not known:
         c.assumed.append(f"stack: default ({name!r} is not in the catalog)" if name else "stack: default")
     if not kernel:
@@ -169,7 +171,7 @@ def apply_readings(c: PublishedRun) -> PublishedRun:
     """The case with what its free text says; as it was, if there is nothing to read or the result is not legal."""
     if c.refused:
         return c
-    stack, plan_changes = _stack_name(c), {**_schedule(c), **_precision(c)}
+    stack, plan_changes = _stack_name(c), {**_schedule(c), **_precision(c), **_recompute(c)}
     eager_loss = re.search(EAGER_LOSS, f"{c.row['source']} {c.row['notes']}") is not None
     triton = re.search(TRITON, c.row["notes"]) is not None and not re.search(NOT_TRITON, c.row["table"])
     if stack is None and not plan_changes and not eager_loss and not triton:
@@ -214,13 +216,15 @@ def _stack_name(c: PublishedRun) -> str | None:
         return "megascale"
     if c.row["stack"] == "megatron-lm" and c.row["zero"] == "3" and "DeepSpeed" in c.row["zero_fsdp"]:
         return "deepspeed-2021"
-    unknown = c.row["stack"] not in catalog.names("stacks")
+    unknown = catalog.stack_of(c.row["stack"]) is None
     sharded = c.plan.zero == 3
     return "fsdp" if unknown and sharded and re.search(r"\bfsdp|fully.shard", text, re.IGNORECASE) else None
 
 
 def _precision(c: PublishedRun) -> Json:
     states = c.row["zero_fsdp"]
+    if c.stack.name == "automodel":  # as `interop.frameworks.automodel` reads its recipes
+        return {"master": False, "state_dtype": "bf16", "grad_dtype": "fp32" if c.plan.pp > 1 else "bf16"}
     if c.row["file"] == BF16_GRADIENTS:
         return {"grad_dtype": "bf16", "comm_dtype": "bf16"}
     if "autocast" in states:
@@ -229,6 +233,17 @@ def _precision(c: PublishedRun) -> Json:
         narrow = dict.fromkeys(("param_dtype", "grad_dtype", "comm_dtype", "state_dtype"), "bf16")
         return {**narrow, "master": False}
     return {}
+
+
+def _recompute(c: PublishedRun) -> Json:
+    """The layers that fms-fsdp recomputes where it says `selective`: as many as the FLOPs of its hardware say, which are a third of the model's more
+    where all are recomputed; all of them where it does not publish both."""
+    if c.stack.name != "fms-fsdp" or c.plan.recompute != "selective":
+        return {}
+    model, hardware = number(c.row["mfu_pct"]), number(c.row["hfu_pct"])
+    share = min(max(3 * (hardware / model - 1), 0.0), 1.0) if model and hardware else 1.0
+    layers = round(share * max(c.plan.stage_layers(c.model.layers)))
+    return {"recompute": "full", "recompute_layers": layers} if layers else {"recompute": "none"}
 
 
 def _schedule(c: PublishedRun) -> Json:

@@ -53,6 +53,7 @@ CARDS = (
 # Card, a pattern in the same text, and the variant of the card.
 VARIANTS = (
     ("h100-sxm", r"pcie", "h100-pcie"),
+    ("h100-sxm", r"\b96 ?g|hbm2e", "h100-sxm-96gb"),
     ("a100-80gb", r"pcie.*\b40 ?g|\b40 ?g.*pcie", "a100-40gb-pcie"),
     ("a100-80gb", r"pcie", "a100-80gb-pcie"),
     ("a100-80gb", r"\b40 ?g", "a100-40gb"),
@@ -69,3 +70,27 @@ def accelerator_of(text: str) -> str | None:
                 variants = (variant for card, also, variant in VARIANTS if card == name and re.search(also, part))
                 return next(variants, name)
     return None
+
+
+# A word of a framework's name as people write it → its stack; the first pattern that matches decides. XLA compiles what JAX's frameworks write.
+FRAMEWORKS = (
+    (r"torch ?titan", "torchtitan"),
+    (r"auto ?model", "automodel"),
+    (r"\bfms\b|foundation model stack", "fms-fsdp"),
+    (r"intern ?evo", "internevo"),
+    (r"pax(ml)?\b|rosetta", "paxml"),
+    (r"max ?text|\bjax\b|\bxla\b|levanter|easylm", "maxtext"),
+    (r"megascale", "megascale"),
+    (r"megatron.*deepspeed", "megatron-deepspeed"),
+    (r"megatron.*(core|bridge)|transformer engine", "megatron-core"),
+    (r"nemo", "nemo-megatron"),
+    (r"composer|llm ?foundry", "composer-fsdp"),
+)
+
+
+def stack_of(text: str) -> str | None:
+    """The name of the catalog's stack for a framework as people write it: "NeMo Automodel", "JAX (MaxText)". None if the catalog has none."""
+    if text in names("stacks"):
+        return text
+    words = re.sub(r"[^a-z0-9]+", " ", text.lower())
+    return next((name for pattern, name in FRAMEWORKS if re.search(pattern, words)), None)

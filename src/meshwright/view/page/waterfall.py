@@ -21,6 +21,7 @@ ORDER = (
     "norm",
     "head",
     "mtp",
+    "copies",
     "recompute",
     "interference",
     "tp",
