@@ -12,16 +12,15 @@
                              2sbh, or 2sbh/t                 full recompute: the input of each layer
 
     KV cache             per sequence and layer: what a token leaves (K and V of each group of heads; with MLA the latent), times the
-                         positions that are kept: all, or those of the window
+                         positions that are kept: all, or those of the window; other mixers: `describe.cache`
 
 `Model.activations` counts what our own layers save, tensor by tensor; a test compares it with Korthikanti's form for the layer of that paper.
 """
 
 from typing import Literal
 
+from meshwright.describe.cache import cache_by_mixer
 from meshwright.describe.model import Model
-from meshwright.describe.shape_checks import KINDS
-from meshwright.describe.variants import ATTENTIONS
 from meshwright.lower.program import sent
 
 Recompute = Literal["none", "selective", "full"]
@@ -62,12 +61,6 @@ def cache_bytes(elements: float, positions: float, layers: float, batch: float =
 
 
 def model_cache(model: Model, seq: int, batch: int = 1, dtype_bytes: float = 2) -> float:
-    """Bytes of the KV cache of a model. Layers with a window keep its positions only; queries of an earlier layer's keys and linear mixers,
-    whose state does not grow, keep nothing."""
-    elements = ATTENTIONS.part(model.attention, "cached")(model)
-    total = 0.0
-    for layer in range(model.layers):
-        if KINDS[model.layer_kinds[layer]].mixer == "attention":
-            positions = seq if model.sees_all(layer) else min(seq, model.window)
-            total += cache_bytes(elements, positions, 1, batch, dtype_bytes)
-    return total
+    """Bytes of the KV cache of a model, states of linear mixers included (`describe.cache`)."""
+    caches = cache_by_mixer(model, seq).values()
+    return sum(cache_bytes(cache.elements, 1, number, batch, dtype_bytes) for number, cache in caches)

@@ -149,7 +149,7 @@ ActivationName = Annotated[str, NameIn(ACTIVATIONS)]
 #     check        describe.shape_checks       raises for fields that do not fit
 #     key_width    here                        the width of a query and a key: scores are divided by its square root
 #     rotated      here                        elements of each head that rotary positions rotate
-#     cached       here                        elements that a token leaves in the KV cache of a layer
+#     cached       here                        elements that a position leaves in the KV cache of a layer (`describe.cache`)
 #     summary      here                        a few words for one line about the model
 #     small        here                        narrow widths of a model that `verify` runs in place of this one; widths not named stay
 #     lower        lower.layer_kinds           adds the operations of one layer to a `LayerLowering`
@@ -171,6 +171,7 @@ class Attention:
     not_trained: tuple[str, ...] = ()  # flags of [model] that its module does not compute
     frameworks: tuple[str, ...] = ()  # other frameworks that have it; "*": all whose models have it
     planning_only: bool = False  # has no module: `train` and `verify` refuse it
+    cached_whole: bool = False  # every tensor-parallel rank keeps the whole cache: it is not one of heads
     block: Callable[..., Any] | None = None
     check: Callable[..., None] | None = None  # none: it accepts all values
     key_width: Callable[..., int] | None = None
@@ -224,6 +225,7 @@ ATTENTIONS: Registry[Attention] = Registry(
         heads_in="attention.heads",
         frameworks=("*",),
         not_trained=("qk_norm", "sinks"),
+        cached_whole=True,
         key_width=lambda m: m.nope_dim + m.rope_dim,
         rotated=lambda m: m.rope_dim,
         cached=lambda m: m.kv_rank + m.rope_dim,
@@ -237,8 +239,10 @@ ATTENTIONS: Registry[Attention] = Registry(
         ("window", "selected", "compressed"),
         frameworks=("*",),
         planning_only=True,
+        cached_whole=True,
         key_width=lambda m: m.head_width,
         rotated=lambda m: m.rope_dim or m.head_width,
+        cached=lambda m: m.head_width,
         summary=lambda m: f" ({m.kv_groups} KV)" if m.kv_groups != m.heads else "",
     ),
 )

@@ -99,10 +99,13 @@ def kv_cache(
 
 
 def model_kv_cache(model: Any, seq: int, batch: int = 1, dtype_bytes: float = 2) -> float:
-    """Bytes of the KV cache of a model (a catalog name, a file or a `Model`), layer by layer: grouped queries, MLA, windows."""
+    """Bytes of the KV cache of a model (a catalog name, a file or a `Model`), layer by layer: grouped queries, MLA, windows, indexers, compressed
+    attention, and the states of linear mixers."""
     counts, described = (arguments.whole("seq", seq), arguments.whole("batch", batch)), _model(model)
-    if described.kind != "transformer" or not described.has_attention_layers:
-        raise arguments.refused("model", described.name, "It has no attention, so it keeps no keys and values")
+    if described.kind != "transformer":
+        raise arguments.refused(
+            "model", described.name, "It has no layers that mix positions, so it keeps nothing of a sequence"
+        )
     return closed_forms.model_cache(described, *counts, arguments.above_zero("dtype_bytes", dtype_bytes))
 
 
