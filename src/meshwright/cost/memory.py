@@ -1,11 +1,12 @@
 """Peak memory of a rank, by part.
 
-    parameters   N·2 bytes, sharded by ZeRO-3
+    parameters   N·2 bytes, sharded by ZeRO-3; the frozen matrices of a quantised base as they are kept. What is frozen has no gradient and no state
     gradients    N·4 (accumulated in fp32) or N·2, sharded by ZeRO-2 and 3 unless accumulation is unsharded
     optimizer    N·(4 master + 4 + 4), sharded by ZeRO-1, 2 and 3; 4 less for matrices under Muon, 4 more with a moving average
     activations  saved bytes of a micro-batch × micro-batches in flight, and the logits, or one more layer while it is recomputed
     gathered     ZeRO-3: the weights of the running layer and of the prefetched layer
     working      gradients of activations, or of logits; communication buckets, compressors' buffers; a tile of attention with dropout;
+                 the largest matrix of a quantised base, as products read it;
                  the workspace of matrix products
     context      driver, libraries, communicators
     slack        memory that the allocator reserves and cannot use
@@ -33,6 +34,8 @@ def state_memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
     """Parameters, gradients and optimizer states on this rank, in bytes."""
     b = program.batch
     out: dict[str, Array] = {"parameters": np.zeros(b.n), "gradients": np.zeros(b.n), "optimizer": np.zeros(b.n)}
+    for group, size in rank.frozen.items():
+        out["parameters"] += np.where(b.zero >= 3, size / b.size(DATA_AXES[group].shard), size)
     on_device = np.where(b.offload_states, 0.0, 1.0)
     master = np.where(b.master & (b.param_bytes < 4), 4.0, 0.0)
     shards: Array = b.param_bytes * np.ones(b.n)  # bytes of an element of a ZeRO-3 shard besides its master
@@ -133,7 +136,7 @@ def reduction_moments(program: StepProgram, rank: RankProgram) -> list[Moment]:
     sent, and in the next layer still that copy. The tensors that the reduced layer saved are freed by then."""
     b = program.batch
     on = (b.zero >= 2) & b.reduce_each & (b.size("shard_cp") > 1)
-    unit = _largest(program, rank, {block: groups["dense"].held for block, groups in program.loads.items()}) * b.wrap
+    unit = _largest(program, rank, {block: groups["dense"].updated for block, groups in program.loads.items()}) * b.wrap
     freed = rank.kept / np.maximum(sum(rank.counts[kind] for kind in b.model.kinds), 1.0)
     layer, flow = layer_moment(program), 2 * b.tokens * b.model.hidden * program.element
     if b.stack.flat_shards:  # their buffer is in `bucket_memory`
@@ -188,7 +191,7 @@ def lazy_moment(program: StepProgram, rank: RankProgram, gradients: Array) -> Mo
     saved, loss, layer = rank.kept, loss_moment(program, rank), layer_moment(program)
     counts = {block: rank.counts[block] for block in program.parameters}
     sizes = {block: counts[block] * sum(program.parameters[block].values()) for block in counts}
-    share = {block: gradients * size / sum(sizes.values()) for block, size in sizes.items()}
+    share = {block: gradients * size / np.maximum(sum(sizes.values()), 1.0) for block, size in sizes.items()}
     head = sum((share[block] for block in AFTER_LAYERS if block in share), np.zeros(b.n))
     layers = [block for block in counts if block in b.model.kinds]
     number = np.maximum(sum(counts[block] for block in layers), 1.0)
@@ -277,6 +280,8 @@ def memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
     out["activations"] = rank.kept + saved
     out["gathered"] = gathered_memory(program, rank)
     out["working"] = working + bucket_memory(program, rank) + message_memory(program, rank) + b.stack.workspace
+    if b.packed_bytes:
+        out["working"] = out["working"] + _largest(program, rank, program.unpacked)
     if b.compresses:
         _add_compression(program, rank, out)
     if program.matrices:  # Muon: its buffers take the place of activations, which are freed by then

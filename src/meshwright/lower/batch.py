@@ -261,6 +261,12 @@ class Batch(PlanArrays):
         return (self.zero >= 1) & (self.zero < 3) if self.stack.zero_reduction == "whole" else np.False_
 
     @property
+    def packed_bytes(self) -> float:
+        """Bytes of an element of a quantised base."""
+        adapter = self.model.adapter
+        return adapter.packed_bytes if adapter.base != "plain" else 0.0
+
+    @property
     def average_bytes(self) -> Column:
         """Bytes of an element of the moving average of the weights: at least fp32."""
         return np.maximum(self.kept_bytes, 4.0)
@@ -297,13 +303,26 @@ class Batch(PlanArrays):
             matrices = separate if self.stack.separate_projections else block.fused_matrices()
             with_bias = sum(any(linear.bias for linear in fused) for fused in matrices)
             vectors = sum(norms if vector.part == "norm" else 1 for vector in block.vectors)
-            total += self.model.layer_count(kind) * (len(matrices) + with_bias + vectors)
+            adapters = 2 * sum(linear.rank > 0 for linear in block.linears)
+            total += self.model.layer_count(kind) * (len(matrices) + with_bias + vectors + adapters)
         return total / self.model.layers
 
     @property
     def parameter_tensors(self) -> Any:
         """Parameter tensors on a rank: what an unfused optimizer launches kernels for."""
         return 160.0 if self.model.kind == "counts" else self.model.layers * self.layer_tensors / self.pp + 4
+
+    @property
+    def trained_tensors(self) -> Any:
+        """Those of them that the optimizer updates."""
+        if not self.model.adapter.on:
+            return self.parameter_tensors
+        ends, total = ("embedding", "head"), 0
+        for kind, block in self.model.blocks.items():
+            times = 1 if kind in ends else self.model.layer_count(kind)
+            own = sum(linear.learns for linear in block.linears) + sum(vector.learns for vector in block.vectors)
+            total += times * (own + 2 * sum(linear.rank > 0 for linear in block.linears))
+        return total / self.pp
 
     def members(self, axis: str, unit: float) -> Column:
         """Members of one group of the axis inside one unit of `unit` consecutive devices."""

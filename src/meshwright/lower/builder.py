@@ -20,13 +20,24 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.describe.tensors import ParameterBlock
+from meshwright.describe.sharding import local_shape
+from meshwright.describe.sharding.parameters import adapter_styles
+from meshwright.describe.tensors import Linear, ParameterBlock
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import degrees
 from meshwright.lower.program import NARROW, Array, Op
 
 # Bytes that quantise an element to blocks: 16 bits are read, two copies written. fp4 also has a scale for the tensor, whose maximum is read first.
 BLOCK_BYTES = {"mxfp8": 4.0, "fp4": 5.0}
+# The matrices of products that are named otherwise, or join several; `q-latents`: what reads the gathered latents.
+JOINED = {
+    "qkv": ("q", "k", "v", "gate"),
+    "q-latents": ("q_b", "q", "kv_b"),
+    **{f"{part}-up": (f"{part}-gate", f"{part}-up") for part in ("ffn", "shared", "experts")},
+    "linear-project": ("linear-in",),
+    "linear-result": ("linear-out",),
+    "logits": ("head",),
+}
 
 
 class BlockBuilder:
@@ -36,6 +47,7 @@ class BlockBuilder:
         self.b, self.block, self.element = batch, block, element
         self.messages = messages  # of `message`; all blocks of a program share them
         self.m = batch.model
+        self.linears = {linear.name: linear for linear in block.linears}
         self.fused = set(batch.stack.fused)
         self.degrees = degrees(batch)
         self.wide = "bf16" if batch.workload.precision in NARROW else ""  # dtype of products that are never narrower
@@ -111,29 +123,91 @@ class BlockBuilder:
         launches: float = 1.0,
         dtype: str = "",
     ) -> None:
-        """Add a product and its two backward products: input gradient (m,k,n) and weight gradient (k,n,m)."""
+        """Add a product and its two backward products: input gradient (m,k,n) and weight gradient (k,n,m). A frozen weight has no gradient; a
+        quantised one is brought to the dtype of the product first; an adapter adds its own two products."""
+        linears = self.matrices(name)
+        self.product(name, part, m, n, k, products, launches, dtype, self.trained_share(linears))
+        if not self.m.adapter.on:
+            return
+        if packed := [linear for linear in linears if linear.packed]:
+            share = sum(linear.d_out for linear in packed) / sum(linear.d_out for linear in linears)
+            size = products * n * k * share
+            for phase, suffix in (("F", ""), ("I", "-grad")):
+                moved = self.b.packed_bytes + self.element
+                self.memory(phase, f"{name}-dequantise{suffix}", part, size, moved, len(packed))
+        for linear in linears:
+            if linear.rank:
+                self.adapter(linear, m, products)
+
+    def matrices(self, product: str) -> list[Linear]:
+        """The matrices of a product, which the stack may have joined."""
+        names = JOINED.get(product, (product,))
+        return [self.linears[name] for name in names if name in self.linears]
+
+    def trained_share(self, linears: list[Linear]) -> float:
+        """Share of a product's weights that have a gradient; one without a matrix of its own is frozen with the rest."""
+        if not self.m.adapter.on:
+            return 1.0
+        whole = sum(linear.d_out for linear in linears)
+        trained = sum(linear.d_out for linear in linears if linear.learns)
+        return trained / whole if whole else float(self.m.adapter.learns(""))
+
+    def adapter(self, linear: Linear, tokens: Array, products: Array) -> None:
+        """Add y += scale · B·(A·x), x with dropout: two thin products with their backward, and two sums: with the output of the base, and with the
+        gradient of its input."""
+        copies = (linear.copies,) if linear.style.startswith("experts") else ()
+        a, b = adapter_styles(linear.style)
+        inner, d_in = local_shape(a, (*copies, linear.rank, linear.d_in), self.degrees)[-2:]
+        d_out = local_shape(b, (*copies, linear.d_out, linear.rank), self.degrees)[-2]
+        name, part, fused = linear.name, linear.part, "bias-dropout" in self.fused
+        size_in, size_out = (products * tokens * width * self.element for width in (d_in, d_out))
+        if self.m.adapter.dropout:
+            for phase, suffix in (("F", ""), ("I", "-grad")):
+                self.memory(phase, f"{name}-lora-drop{suffix}", part, size_in, 2.5, 1)
+        self.product(f"{name}-lora-a", part, tokens, inner, d_in, products, 1.0, self.wide)
+        self.product(f"{name}-lora-b", part, tokens, d_out, inner, products, 1.0, self.wide)
+        self.memory("F", f"{name}-lora-add", part, size_out, 3 if fused else 5, 1 if fused else 2)
+        if not fused:
+            self.memory("I", f"{name}-lora-scale-grad", part, size_out, 2, 1)
+        self.memory("I", f"{name}-lora-add-grad", part, size_in, 3, 1)
+
+    def product(
+        self,
+        name: str,
+        part: str,
+        m: Array,
+        n: Array,
+        k: Array,
+        products: Array,
+        launches: float,
+        dtype: str,
+        trained: float = 1.0,
+    ) -> None:
+        """Add a product with its backward; the share `trained` of its outputs belongs to weights that have a gradient."""
         flops = 2.0 * products * m * n * k
         e = self.element
         size = products * (m * k + k * n + m * n) * e
-        weights = products * k * n
+        weights = products * k * n * trained
         direct = "accumulate" in self.fused  # the product adds into the accumulated gradient
-        grown = products * (m * k + m * n) * e + weights * (2 * self.b.grad_bytes if direct else e)
-        for phase, suffix, moved, sides in (
-            ("F", "", size, (m, n, k)),
-            ("I", "-dgrad", size, (m, k, n)),
-            ("W", "-wgrad", grown, (k, n, m)),
+        grown = products * (m * k + m * n * trained) * e + weights * (2 * self.b.grad_bytes if direct else e)
+        for phase, suffix, work, moved, sides in (
+            ("F", "", flops, size, (m, n, k)),
+            ("I", "-dgrad", flops, size, (m, k, n)),
+            ("W", "-wgrad", flops * trained, grown, (k, n * trained, m)),
         ):
+            if phase == "W" and not trained:
+                continue
             shape = (products, *sides)
             self.phases[phase].append(
-                Op(name + suffix, part, "gemm", 1.0, flops, moved, shape, dtype, launches=launches)
+                Op(name + suffix, part, "gemm", 1.0, work, moved, shape, dtype, launches=launches)
             )
-        if not direct:
+        if not direct and trained:
             self.memory("W", f"{name}-accumulate", part, weights, e + 2 * self.b.grad_bytes, launches)
         precision = self.b.workload.precision
         if precision in BLOCK_BYTES and not dtype:
             self.quantise_blocks(name, part, BLOCK_BYTES[precision], products * m * k, products * m * n)
         elif precision == "fp8" and self.b.stack.fp8_passes and not dtype:
-            self.quantise(name, part, products * m * k, products * m * n, products * k * n)
+            self.quantise(name, part, products * m * k, products * m * n, products * k * n, trained > 0)
 
     def quantise_blocks(self, name: str, part: str, size: float, inputs: Array, outputs: Array) -> None:
         """Add the passes that bring the input and the gradient of the output of a product to a format with a scale per block. The blocks of a
@@ -142,16 +216,19 @@ class BlockBuilder:
         for phase, elements in (("F", inputs), ("I", outputs)):
             self.memory(phase, f"{name}-quantise", part, elements, size, 2)
 
-    def quantise(self, name: str, part: str, inputs: Array, outputs: Array, weights: Array) -> None:
+    def quantise(
+        self, name: str, part: str, inputs: Array, outputs: Array, weights: Array, trained: bool = True
+    ) -> None:
         """Add the passes that bring operands of an fp8 product to fp8, and those that transpose them for the gradient of the weight. With a
         scale per row each of the three products quantises both of its operands, the weight too."""
         if self.b.workload.scaling == "row":
-            for phase, size in (("F", inputs + weights), ("I", outputs + weights), ("W", inputs + outputs)):
+            for phase, size in (("F", inputs + weights), ("I", outputs + weights), ("W", (inputs + outputs) * trained)):
                 self.memory(phase, f"{name}-quantise", part, size, self.b.stack.fp8_passes, 4)
             return
         self.memory("F", f"{name}-quantise", part, inputs, self.b.stack.fp8_passes, 2)
         self.memory("I", f"{name}-quantise-grad", part, outputs, self.b.stack.fp8_passes, 2)
-        self.memory("W", f"{name}-transpose", part, inputs + outputs, 2, 2)
+        if trained:
+            self.memory("W", f"{name}-transpose", part, inputs + outputs, 2, 2)
 
     # Tensor and sequence parallel edges
 
@@ -177,11 +254,13 @@ class BlockBuilder:
         """Add the communication before a column-split `product` with an input of `width`, of which `wide` is read in 16 bits."""
         n, gathered = self.message(width), self.gathered(width, wide)
         dgrad, wgrad = f"{product}-dgrad", f"{product}-wgrad"
+        readers = self.matrices("q-latents" if product == "kv_b" else product)
+        again = self.with_sp * any(linear.learns or linear.rank for linear in readers)
         self.collective("F", f"{part}-in", part, "all_gather", "tp", gathered, self.with_sp, 1.0, product, True)
         self.collective("I", f"{part}-in-grad", part, "reduce_scatter", "tp", n, self.with_sp, product=dgrad)
-        self.collective("W", f"{part}-in-again", part, "all_gather", "tp", gathered, self.with_sp, product=wgrad)
+        self.collective("W", f"{part}-in-again", part, "all_gather", "tp", gathered, again, product=wgrad)
         if self.b.splits_twice:
-            self.collective("G", f"{part}-in-again", part, "all_gather", "tp", gathered, self.with_sp * self.b.splits)
+            self.collective("G", f"{part}-in-again", part, "all_gather", "tp", gathered, again * self.b.splits)
         reduced = self.reduce_form + self.gather_form
         self.collective("I", f"{part}-in-grad", part, "all_reduce", "tp", n, reduced, product=dgrad)
 

@@ -23,8 +23,9 @@ def embedding(low: LayerLowering) -> dict[str, list[Op]]:
     low.memory("F", "lookup", "embedding", n, 2, 3)
     low.collective("F", "embedding-out", "embedding", "all_reduce", "tp", n, low.with_tp * ~b.sp)
     low.collective("F", "embedding-out", "embedding", "reduce_scatter", "tp", n, low.with_sp)
-    low.collective("W", "embedding-grad", "embedding", "all_gather", "tp", n, low.with_sp)
-    low.memory("W", "scatter-add", "embedding", n, 3, 3)
+    if any(vector.name == "tokens" and vector.learns for vector in low.block.vectors):
+        low.collective("W", "embedding-grad", "embedding", "all_gather", "tp", n, low.with_sp)
+        low.memory("W", "scatter-add", "embedding", n, 3, 3)
     low.drop("embedding", "embedding", n / b.seq_split, "W")
     low.extra_products()
     return low.phases

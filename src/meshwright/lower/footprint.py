@@ -7,6 +7,7 @@ what the attention core can recompute, or keeps the outputs of attention and of 
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,8 @@ class Tensor(NamedTuple):
     size: Array
     padding: Array = 0.0  # elements that ZeRO adds: rows up to a multiple of the ranks
     multiplied_in_fp8: bool = False  # in an fp8 workload
+    frozen: bool = False
+    packed: bool = False  # in the quantised format of a frozen base
 
     @property
     def group(self) -> str:
@@ -63,21 +66,46 @@ def tensors(b: Batch, block: ParameterBlock) -> list[Tensor]:
     # A stage without the embedding has a copy of it, if the head or multi-token prediction uses it.
     if block.kind == "head" and (model.tied or model.mtp_layers) and model.kind == "transformer":
         counted.append((tied_copy(model), b.pp > 1))
-    boxes: dict[tuple[str, tuple[int, ...]], tuple[list[Array], Array, Array]] = {}  # many parameters have equal shapes
+    boxes: dict[tuple[str, tuple[int, ...], bool], tuple[list[Array], Array, Array]] = {}  # many have equal shapes
     out = []
     for p, on in counted:
-        key = p.style, tuple(p.shape)
+        key = p.style, tuple(p.shape), p.frozen
         if key not in boxes:
             shape = local_shape(p.style, p.shape, d)
-            boxes[key] = shape, math.prod(shape), _padding(b, p.style, shape) if b.pads else 0.0
+            added = _padding(b, p.style, shape) if b.pads else 0.0
+            if p.frozen:  # only ZeRO-3 shards it
+                added = np.where(b.zero == 3, added, 0.0)
+            boxes[key] = shape, math.prod(shape), added
         shape, size, added = boxes[key]
-        out.append(Tensor(p.style, shape, p.learns, size * on, added * on, p.multiplied_in_fp8))
+        in_fp8 = p.multiplied_in_fp8 and not p.packed
+        out.append(Tensor(p.style, shape, p.learns, size * on, added * on, in_fp8, p.frozen, p.packed))
     return out
 
 
 def parameters(b: Batch, block_tensors: list[Tensor]) -> dict[str, Array]:
-    """Elements on one rank by group: dense ones are reduced over dp·cp, experts over expert_dp."""
-    return {group: sum((t.size for t in block_tensors if t.group == group), np.zeros(b.n)) for group in DATA_PARALLEL}
+    """Elements on one rank by group, without frozen ones: dense ones are reduced over dp·cp, experts over expert_dp."""
+    updated = [t for t in block_tensors if not t.frozen]
+    return {group: sum((t.size for t in updated if t.group == group), np.zeros(b.n)) for group in DATA_PARALLEL}
+
+
+def frozen(b: Batch, block_tensors: list[Tensor]) -> dict[str, Array]:
+    """Bytes of frozen parameters on one rank by group, with the rows that ZeRO-3 adds."""
+    out: dict[str, Array] = dict.fromkeys(DATA_PARALLEL, np.zeros(b.n))
+    for t in block_tensors:
+        if t.frozen:
+            out[t.group] = out[t.group] + (t.size + t.padding) * (b.packed_bytes if t.packed else b.param_bytes)
+    return out
+
+
+def unpacked(b: Batch, block: ParameterBlock, element: float) -> Array:
+    """Bytes of the largest quantised matrix of a block on one rank, as a product reads it."""
+    sizes = [np.zeros(b.n)]
+    for linear in block.linears:
+        if linear.packed:
+            copies = (linear.copies,) if linear.style.startswith("experts") else ()
+            shape = local_shape(linear.style, (*copies, linear.d_out, linear.d_in), degrees(b))
+            sizes.append(math.prod(shape) * element * np.ones(b.n))
+    return np.maximum.reduce(sizes)
 
 
 def loads(b: Batch, block_tensors: list[Tensor]) -> dict[str, Load]:
@@ -94,7 +122,9 @@ def _load(b: Batch, block_tensors: list[Tensor]) -> Load:
         exact = sum(((t.size + t.padding) * np.logical_not(compressible(t.style, d)) for t in learns), 0.0) * b.lossy
     first, second = (sum((sums[k] for sums in compressed(b, learns)), 0.0) for k in (1, 2))
     fp8 = sum((t.size + t.padding for t in block_tensors if t.multiplied_in_fp8), 0.0) if b.gathers_fp8 else 0.0
-    return Load(whole, sent - exact, exact, first, second, fp8)
+    base = [t for t in block_tensors if t.frozen]
+    kept, packed = (sum((t.size + t.padding for t in some), 0.0) for some in (base, [t for t in base if t.packed]))
+    return Load(whole, sent - exact, exact, first, second, fp8, kept, packed)
 
 
 def fp8_weights(model: Model, kind: str, group: str) -> int:
@@ -149,13 +179,16 @@ def saved(b: Batch, block: ParameterBlock, element: float, recompute: bool = Tru
     conditions = {"", "stored-softmax" if b.stack.attention == "stored" else "flash"}
     if b.model.dropout:
         conditions.add("dropout")
+    if b.model.adapter.dropout:
+        conditions.add("adapter-dropout")
     if "norm" not in b.stack.fused:
         conditions.add("unfused-norm")
     if "activation" not in b.stack.fused:
         conditions.add("unfused-activation")
     if not b.stack.weighs_activations:
         conditions.add("weighted-outputs")
-    splits = {"tensor": b.tp, "sequence": b.seq_split, "expert": b.tp / b.model.router.busiest(b.workload.imbalance)}
+    busiest = b.model.router.busiest(b.workload.imbalance)
+    splits: dict[str, Array] = {"tensor": b.tp, "sequence": b.seq_split, "expert": b.tp / busiest, "whole": 1.0}
     # A KV head is never cut; the all-gather form brings a row-split product's input whole to every rank.
     kv_split = np.minimum(b.tp, block.attention.kv_heads) if block.attention else b.tp
     row_split = np.where(b.gather_form, 1.0, b.tp)
@@ -217,20 +250,21 @@ def kept_bytes(b: Batch, linear: Linear, element: float) -> float:
 def _saved_outputs(b: Batch, block: ParameterBlock, element: float) -> Array:
     """Bytes that selective recompute by operators keeps of a layer: its input, the output of attention, every second product's output."""
     core = block.attention.heads * block.attention.v / b.tp if block.attention else 0.0
-    return b.tokens * element * (b.model.hidden / b.seq_split + core + _product_outputs(b, block) / 2)
+    return b.tokens * element * (b.model.hidden / b.seq_split + core + _product_outputs(b, block.linears) / 2)
 
 
-def _product_outputs(b: Batch, block: ParameterBlock) -> Array:
-    """Elements per token of the outputs of all products of a block."""
+def _product_outputs(b: Batch, linears: Sequence[Linear]) -> Array:
+    """Elements per token of the outputs of products."""
     split = {"column": b.tp, "keys": b.tp, "experts": b.tp, "experts-row": b.tp, "logits": b.tp}
-    return sum((linear.uses * linear.d_out / split.get(linear.style, b.seq_split) for linear in block.linears), 0.0)
+    return sum((linear.uses * linear.d_out / split.get(linear.style, b.seq_split) for linear in linears), 0.0)
 
 
 def output_gradients(b: Batch, block: ParameterBlock, element: float) -> Array:
     """Bytes of the gradients from which the second half of a split backward computes those of the weights: of the outputs of all products and
     norms of a block, for one micro-batch."""
     norms = sum(s.width for s in block.saved if s.part == "norm" and s.name.endswith("-in"))
-    return b.tokens * element * (_product_outputs(b, block) + norms / b.seq_split)
+    trained = [linear for linear in block.linears if linear.learns or linear.rank]
+    return b.tokens * element * (_product_outputs(b, trained) + norms / b.seq_split)
 
 
 def _width(b: Batch, s: Saved, element: float) -> Array:

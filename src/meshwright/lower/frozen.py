@@ -103,7 +103,8 @@ class BackwardReach:
         prefix = "" if name == "head" else f"layers.{layer}."
         inside = tuple(f"{prefix}{part}" for part in REGIONS[name])
         tied = name == "head" and self.model.tied and TOKENS in self.trained
-        return tied or any(p.startswith(inside) and p.endswith(INTO) for p in self.trained)
+        into = (p.replace(".lora_a.", ".") for p in self.trained if p.startswith(inside))
+        return tied or any(p.endswith(INTO) for p in into)
 
     def _block(self, layer: int, block: str) -> int:
         if layer >= 0:

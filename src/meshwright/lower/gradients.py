@@ -117,7 +117,7 @@ def data_parallel_ops(b: Batch, group: str, messages: Sequence[GradientMessage],
                 extra = extra + times * message.load.sent * _passes(b)
                 selected = selected + times * message.load.sent * _selects(b)
         if message.unit and active.any():
-            updated, weights = message.load.held * b.param_bytes, gathered_weights(b, group, message.load)
+            updated, weights = message.load.updated * b.param_bytes, gathered_weights(b, group, message.load)
             freed = np.where(b.reshard, m * (1.0 + message.regathered), 1.0)
             for name, when, times, n in (
                 ("gather-parameters", b.zero < 3, 1.0, updated),
@@ -145,13 +145,17 @@ def _compress(b: Batch, part: str, count: Array, passes: Array, selected: Array,
 def gathered_weights(b: Batch, group: str, load: Load) -> Array:
     """Bytes of the weights that ZeRO-3 gathers for a message. With `gather_dtype=fp8` the matrices that fp8 products multiply by, of layers and
     of experts, take a byte per element (their scales are reduced once per step: `sync`); the ends of the model, norms, biases and routers
-    stay in the parameters' dtype."""
-    n = load.held * b.param_bytes
+    stay in the parameters' dtype. A quantised base is gathered as it is kept."""
+    n = load.held * b.param_bytes - fp8_saving(b, group, load)
+    return n - load.packed * (b.param_bytes - b.packed_bytes) if present(load.packed) else n
+
+
+def fp8_saving(b: Batch, group: str, load: Load) -> Array:
+    """Bytes that `gather_dtype=fp8` takes off the weights of a message."""
     if not (b.gathers_fp8 and present(load.fp8)):
-        return n
-    narrow = b.fp8_gather_bytes(load.fp8)
+        return 0.0
     on = b.gathers_fp8_weights(group) & (b.param_bytes > 1) & (np.asarray(load.fp8) > 0)
-    return np.where(on, n - load.fp8 * b.param_bytes + narrow, n)
+    return np.where(on, load.fp8 * b.param_bytes - b.fp8_gather_bytes(load.fp8), 0.0)
 
 
 def flat_gather(b: Batch, group: str, elements: Array) -> list[Op]:

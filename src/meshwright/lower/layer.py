@@ -71,11 +71,6 @@ class LayerLowering(BlockBuilder):
         """Output width of this rank's part of a product."""
         return local_shape(linear.style, (linear.d_out, linear.d_in), self.degrees)[0]
 
-    @property
-    def linears(self) -> dict[str, Linear]:
-        """The matrices of the layer, by name."""
-        return {linear.name: linear for linear in self.block.linears}
-
     def project_grouped(self) -> None:
         """Queries, keys and values from the hidden state, in one product where the stack fuses them."""
         linears = [linear for name, linear in self.linears.items() if name in ("q", "k", "v", "gate")]

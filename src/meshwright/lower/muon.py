@@ -66,7 +66,7 @@ def wire_bytes(b: Batch) -> Array:
 
 def shares(b: Batch, block: str) -> list[MatrixShare]:
     """The matrices of one such block that Muon updates."""
-    return [share_of(b, p) for p in block_parameters(b.model, b.model.blocks[block]) if p.role == "matrix"]
+    return [share_of(b, p) for p in block_parameters(b.model, b.model.blocks[block]) if p.role == "matrix" and p.learns]
 
 
 def share_of(b: Batch, p: Parameter) -> MatrixShare:

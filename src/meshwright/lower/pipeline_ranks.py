@@ -9,7 +9,7 @@ import numpy as np
 
 from meshwright.lower import muon, sync
 from meshwright.lower.compression_memory import compression_buffers
-from meshwright.lower.gradients import batch_messages, gathered_weights
+from meshwright.lower.gradients import batch_messages, fp8_saving
 from meshwright.lower.program import AFTER_LAYERS, DATA_PARALLEL, Array, RankProgram, StageBlocks, StepProgram, present
 from meshwright.lower.stages import bounding_ranks, in_flight, rank_blocks, stage_blocks
 from meshwright.lower.traffic import boundary_calls
@@ -47,6 +47,7 @@ def rank_program(program: StepProgram, blocks: StageBlocks) -> RankProgram:
         **vars(blocks),
         elements=program.elements(blocks),
         padded=program.padded_elements(blocks),
+        frozen=program.frozen_bytes(blocks),
         by_muon=muon.updated_elements(program, blocks),
         sums=sync.summed(program, blocks),
         sends=boundary_calls(program, blocks.rank),
@@ -95,10 +96,12 @@ def kept_bytes(program: StepProgram, blocks: StageBlocks, one: Array, flying: Ar
 def all_gathered(program: StepProgram, rank: RankProgram) -> Array:
     """Bytes of all weights of a rank that ZeRO-3 gathers, without those that fp8 saves."""
     b = program.batch
-    whole = sum(np.where(b.sharded(group), n, 0.0) for group, n in rank.elements.items()) * b.param_bytes
+    whole: Array = 0.0
+    for group, n in rank.elements.items():
+        whole = whole + np.where(b.sharded(group), n * b.param_bytes + rank.frozen[group], 0.0)
     for block, groups in program.loads.items() if b.gathers_fp8 else ():
         for group, load in groups.items():
-            whole = whole - rank.counts[block] * (load.held * b.param_bytes - gathered_weights(b, group, load))
+            whole = whole - rank.counts[block] * fp8_saving(b, group, load)
     return whole
 
 

@@ -76,7 +76,8 @@ def collective_op(
 
 class Load(NamedTuple):
     """Elements of some parameters on one rank, as ZeRO pads them: all of them, and of their gradients those sent as the plan
-    compresses them, those sent exactly, and PowerSGD's two sums; and the elements held that fp8 products multiply by."""
+    compresses them, those sent exactly, and PowerSGD's two sums; and of the elements held those that fp8 products multiply by, those that are
+    frozen, and of these the quantised ones."""
 
     held: Array = 0.0
     sent: Array = 0.0
@@ -84,6 +85,13 @@ class Load(NamedTuple):
     first: Array = 0.0
     second: Array = 0.0
     fp8: Array = 0.0
+    frozen: Array = 0.0
+    packed: Array = 0.0
+
+    @property
+    def updated(self) -> Array:
+        """Elements that the optimizer updates."""
+        return self.held - self.frozen
 
 
 class MatrixShare(NamedTuple):
@@ -138,8 +146,9 @@ class RankProgram(StageBlocks):
     """One pipeline rank of each plan: its blocks, and what follows from them once per step. Of the ranks that share its stages it is the
     fullest, the first of its tensor-parallel and ZeRO groups. Groups of parameters are `DATA_PARALLEL`."""
 
-    elements: dict[str, Array]  # parameters by group, before ZeRO
+    elements: dict[str, Array]  # parameters by group that are not frozen, before ZeRO
     padded: dict[str, Array]  # the same with the rows that ZeRO adds
+    frozen: dict[str, Array]  # bytes of frozen parameters by group, before ZeRO and with the rows that it adds
     by_muon: dict[str, tuple[Array, Array]]  # of these by group, what Muon updates: before ZeRO, and after it
     sums: dict[str, Array]  # elements that it reduces besides its gradients, by axis
     sends: list[
@@ -165,7 +174,13 @@ class StepProgram:
     blocks: dict[tuple[str, str], list[Op]] = field(default_factory=dict)
     sync: dict[str, list[Op]] = field(default_factory=dict)
     saved: dict[str, dict[str, Array]] = field(default_factory=dict)  # by part, bytes kept per micro-batch
-    parameters: dict[str, dict[str, Array]] = field(default_factory=dict)  # by group, elements on this rank
+    parameters: dict[str, dict[str, Array]] = field(default_factory=dict)  # by group, elements on this rank, not frozen
+    frozen: dict[str, dict[str, Array]] = field(
+        default_factory=dict
+    )  # by group, bytes of frozen parameters on this rank
+    unpacked: dict[str, Array] = field(
+        default_factory=dict
+    )  # bytes of the largest quantised matrix, as products read it
     loads: dict[str, dict[str, Load]] = field(
         default_factory=dict
     )  # by group, what data parallelism gathers and reduces
@@ -205,7 +220,7 @@ class StepProgram:
         return list(dict.fromkeys(block for block, _ in self.blocks))
 
     def elements(self, blocks: StageBlocks) -> dict[str, Array]:
-        """Parameters of some blocks by group, before ZeRO."""
+        """Parameters of some blocks by group that are not frozen, before ZeRO."""
         return {
             group: blocks.total({block: sizes[group] for block, sizes in self.parameters.items()})
             for group in DATA_PARALLEL
@@ -214,7 +229,14 @@ class StepProgram:
     def padded_elements(self, blocks: StageBlocks) -> dict[str, Array]:
         """The same with the rows that ZeRO adds."""
         return {
-            group: blocks.total({block: loads[group].held for block, loads in self.loads.items()})
+            group: blocks.total({block: loads[group].updated for block, loads in self.loads.items()})
+            for group in DATA_PARALLEL
+        }
+
+    def frozen_bytes(self, blocks: StageBlocks) -> dict[str, Array]:
+        """Bytes of frozen parameters of some blocks by group."""
+        return {
+            group: blocks.total({block: sizes[group] for block, sizes in self.frozen.items()})
             for group in DATA_PARALLEL
         }
 

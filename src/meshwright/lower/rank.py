@@ -279,7 +279,9 @@ def load_of(unit: list[Box], plan: Plan) -> Load:
         float(total - compressed),
         first,
         second,
-        float(sum(box.padded_size for box in unit if box.parameter.multiplied_in_fp8)),
+        float(sum(box.padded_size for box in unit if box.parameter.multiplied_in_fp8 and not box.parameter.packed)),
+        float(sum(box.padded_size for box in unit if box.parameter.frozen)),
+        float(sum(box.padded_size for box in unit if box.parameter.packed)),
     )
 
 

@@ -70,6 +70,9 @@ def lower_blocks(batch: Batch, element: float = 0.0) -> StepProgram:
             program.recompute_savings[kind] = whole - sum(program.saved[kind].values())
         program.parameters[kind] = footprint.parameters(batch, tensors)
         program.loads[kind] = footprint.loads(batch, tensors)
+        if model.adapter.on:
+            program.frozen[kind] = footprint.frozen(batch, tensors)
+            program.unpacked[kind] = footprint.unpacked(batch, block, element)
         program.partial[kind] = footprint.partial_sums(batch, tensors)
         if muon.is_used(batch):
             program.matrices[kind] = muon.shares(batch, kind)
@@ -101,7 +104,7 @@ def _add_weight_gathers(program: StepProgram) -> None:
             unit = load if share is None else Load(*(x / np.where(share > 0, share, 1.0) for x in load))
             size, on = gradients.gathered_weights(batch, group, unit), (batch.zero == 3) & batch.sharded(group)
             program.gathered[kind] = program.gathered[kind] + np.where(on, size, 0.0)
-            program.unit_elements[kind] = program.unit_elements.get(kind, 0.0) + np.where(on, unit.held, 0.0)
+            program.unit_elements[kind] = program.unit_elements.get(kind, 0.0) + np.where(on, unit.updated, 0.0)
             for phase, ops in gradients.unit_ops(batch, group, unit, 1.0 if share is None else share).items():
                 program.blocks[kind, phase] = ops + program.blocks[kind, phase]
 

@@ -52,7 +52,7 @@ def step_ops(
         *reductions,
         *small_sums(b, summed(program, blocks) if sums is None else sums),
         *muon.step_ops(program, blocks),
-        *optimizer(b, owned, b.parameter_tensors, by_muon),
+        *optimizer(b, owned, b.trained_tensors, by_muon),
         *gathers,
     ]
     return [op for op in (*ops, *parameter_average(b, elements["dense"])) if present(op.count)]

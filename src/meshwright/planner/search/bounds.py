@@ -36,7 +36,7 @@ from meshwright.describe.plan_fields import PlanArrays
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower import sync
 from meshwright.lower.batch import BYTES, distinct_codes
-from meshwright.lower.program import AFTER_LAYERS
+from meshwright.lower.program import AFTER_LAYERS, DATA_PARALLEL
 from meshwright.lower.step import lower, lower_blocks
 from meshwright.planner.search import intervals
 from meshwright.planner.search.choices import DTYPES
@@ -71,9 +71,9 @@ SCHEDULED = (
 
 
 def kernel(space: Space, rows: PlanArrays) -> PlanArrays:
-    """Cost rows without sharding or pipeline. The columns are f, i, w of the whole model; dense and expert elements of a tensor-parallel rank;
-    bytes saved for backward by the model (`saved`) and by its largest layer (`layer`); the sum over layers of how much less than the largest
-    they save (`lighter`); bytes that recomputing one layer needs (`recompute_bytes`)."""
+    """Cost rows without sharding or pipeline. The columns are f, i, w of the whole model; dense and expert elements of a tensor-parallel rank, and
+    bytes of its frozen ones; bytes saved for backward by the model (`saved`) and by its largest layer (`layer`); the sum over layers of how much less
+    than the largest they save (`lighter`); bytes that recomputing one layer needs (`recompute_bytes`)."""
     program = lower_blocks(space.batch(rows))
     b = program.batch
     times = phase_times(program, space.cluster, CollectiveTimes(space.cluster, b))
@@ -83,6 +83,10 @@ def kernel(space: Space, rows: PlanArrays) -> PlanArrays:
         sum(counts[block] * groups[g] for block, groups in program.parameters.items()) * b.pp
         for g in ("dense", "expert")
     )
+    frozen = {
+        f"frozen_{g}": b.full(sum(counts[block] * groups[g] for block, groups in program.frozen.items()) * b.pp)
+        for g in (DATA_PARALLEL if program.frozen else ())
+    }
     saved = sum(
         counts[block] * sum(parts.values()) for block, parts in program.saved.items() if block not in AFTER_LAYERS
     )
@@ -102,6 +106,7 @@ def kernel(space: Space, rows: PlanArrays) -> PlanArrays:
         layer=device_slack * layer,
         lighter=device_slack * lighter,
         recompute_bytes=b.full(slack * recompute_bytes),
+        **frozen,
     )
 
 
@@ -180,7 +185,9 @@ def least_memory(space: Space, rows: PlanArrays, share: np.ndarray | float = 1.0
     shards = np.where(base.master & (param < 4), 0.0, param) if space.stack.fp32_shards else param
     each = rows.reduces_each if "reduce" in rows else zero >= 2
     states, gradients = np.zeros(n), np.zeros(n)
-    for elements, ranks in sharded_elements(rows):
+    for group, (elements, ranks) in zip(DATA_PARALLEL, sharded_elements(rows), strict=True):
+        frozen = rows.columns.get(f"frozen_{group}", 0.0)
+        states += frozen / rows.pp / np.where(zero >= 3, ranks, 1.0)
         cut = np.where(zero >= 3, shards / ranks, param) + moments / np.where(zero >= 1, ranks, 1.0)
         states += elements / rows.pp * cut
         gradients += elements / rows.pp * grad / np.where((zero >= 2) & each, ranks, 1.0)
