@@ -152,8 +152,12 @@ def test_nanotron_gives_the_stage_with_the_head_fewer_layers():
     assert rows.case(row(tp="1", pp="4")).plan.layers_per_stage == ()
 
 
-def test_lora_is_refused():
-    assert "adapters" in rows.case(row(task="lora")).refused
+def test_lora_is_read_as_adapters_and_fitted_to_nothing():
+    c = rows.case(row(task="lora"))
+    assert (c.model.adapter, c.refused) == (rows.ADAPTER, "")
+    assert any(words.startswith("adapter: rank 16") for words in c.assumed)
+    assert not responding([row()])(c)
+    assert "latent" in rows.case(row(task="latent")).refused
 
 
 def test_runs_that_may_have_stalled_need_no_response():

@@ -19,7 +19,7 @@ exists) and s bytes of its optimizer states:
 
 A unit is what FSDP gathers at once: a layer, or its root unit, which has the embedding and the output projection. rank-0 is FSDP's
 FULL_STATE_DICT with `rank0_only` and `offload_to_cpu`, as accelerate sets it; weights is DeepSpeed's gathering of 16-bit weights under ZeRO-3;
-group is Megatron-LM's format `torch` with the distributed optimizer.
+group is Megatron-LM's format `torch` with the distributed optimizer. What an adapter leaves frozen is not saved; it is loaded.
 """
 
 from meshwright.describe.cluster import DTYPE_BYTES, Cluster
@@ -38,7 +38,7 @@ def checkpoint_memory(config: Config, memory: list[dict[str, float]], blocks: di
     plan, stack, cluster = config.plan, config.stack, config.cluster
     weight = 4.0 if plan.master else float(DTYPE_BYTES[plan.param_dtype])
     states = float(config.workload.state_copies * DTYPE_BYTES[plan.state_dtype])
-    total, split = float(config.model.total), plan.tp * plan.pp
+    every, total, split = float(config.model.total), float(config.model.trained), plan.tp * plan.pp
     root = sum(blocks.get(name, 0.0) for name in ROOT)
     unit = max(root, *(size for name, size in blocks.items() if name not in ROOT), 0.0)
     tensor = max(blocks.get(name, 0.0) for name in ROOT)
@@ -60,8 +60,8 @@ def checkpoint_memory(config: Config, memory: list[dict[str, float]], blocks: di
     }[stack.saves]
     loaded, read = {
         "sharded": (0.0, 0.0),
-        "rank-0": (tensor * weight, total * max(weight, states)),
-        "every-rank": (0.0, total * weight * min(plan.world, cluster.host_size)),
+        "rank-0": (tensor * weight, max(every * weight, total * states)),
+        "every-rank": (0.0, every * weight * min(plan.world, cluster.host_size)),
     }[stack.loads]
     parts = ("parameters", "optimizer", "context", *(("gradients",) if stack.flat_shards else ()))
     between = max(sum(stage[part] for part in parts) for stage in memory)

@@ -136,6 +136,12 @@ class Adapter(Described):
         """Whether a matrix is frozen in a quantised format: those of layers, but routers."""
         return self.base in PACKINGS and not self.learns(module) and is_adaptable(module)
 
+    def describe(self) -> str:
+        """What trains, in a few words."""
+        base = f", {self.base} base" if self.base in PACKINGS else ""
+        words = f"rank {self.rank} adapters" if self.rank else "parts of the model"
+        return f"{words}{base}"
+
     @property
     def packed_bytes(self) -> float:
         """Bytes of an element of the quantised base, with its share of the scales."""

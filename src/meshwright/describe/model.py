@@ -22,6 +22,7 @@ from meshwright.describe.shape_checks import MOST_LAYERS
 from meshwright.describe.tensors import AttentionCore
 from meshwright.describe.variants import ATTENTIONS
 from meshwright.describe.workload import Workload
+from meshwright.units import format_count
 
 __all__ = ["MOST_LAYERS", "Model", "Published"]
 
@@ -104,7 +105,7 @@ class Model(ModelShape):
         if not self.adapter.on:
             return self.total
         items = ((times, item) for times, block in self._over_blocks() for item in (block.linears, block.vectors))
-        return float(sum(times * sum(one.trained for one in some) for times, some in items))
+        return sum(times * sum(one.trained for one in some) for times, some in items)
 
     @cached_property
     def active(self) -> float:
@@ -164,6 +165,10 @@ class Model(ModelShape):
         """The batch of a workload: sequences of tokens, or samples of a model that has no sequence."""
         size = f" × {workload.seq:{style}} tokens" if self.unit == "tokens" else " samples"
         return f"batch {workload.batch:{style}}{size}"
+
+    def describe_trained(self) -> str:
+        """The parameters that train, where not all do, after a comma."""
+        return f", {format_count(self.trained)} trained ({self.adapter.describe()})" if self.adapter.on else ""
 
     def describe_shape(self) -> str:
         """One line a person can check at a glance."""

@@ -149,6 +149,7 @@ class Estimate(Shown, Configured):
             **self.prediction.as_dict(),
             "parameters": self.model.total,
             "active_parameters": self.model.active,
+            "trained_parameters": self.model.trained,
             "parameters_by_part": self.model.parameters(),
             "plan": self.plan.as_dict(),
             "world": self.plan.world,

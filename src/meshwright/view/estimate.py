@@ -53,7 +53,7 @@ def header(e: Estimate) -> Panel:
     active = f", {format_count(e.model.active)} active" if e.model.experts else ""
     colour = f"bold {FIT_COLOURS[p.fit_word]}"
     pairs = (
-        (e.model.name, f"  {count} parameters{active}: {e.model.describe_shape()}"),
+        (e.model.name, f"  {count} parameters{active}{e.model.describe_trained()}: {e.model.describe_shape()}"),
         (f"{e.plan.world} × {e.cluster.accelerator.name}", f"  {e.cluster.name}, stack {e.stack.name}"),
         (e.plan.title(), f"  {e.model.describe_batch(e.workload, '')}, {e.workload.precision}"),
     )

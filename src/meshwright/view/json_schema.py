@@ -39,6 +39,7 @@ SHAPES = {
         "world": "integer",
         "parameters": "integer",
         "active_parameters": "integer",
+        "trained_parameters": "integer",
         "parameters_by_part": "object",
         "verdicts": {"*": {"value": "number", "target": "string", "good": "boolean"}},
         "bubble_fraction": "number",

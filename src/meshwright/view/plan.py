@@ -61,7 +61,7 @@ def header(r: Result) -> Panel:
     work = f"{e.model.describe_batch(e.workload)}, {e.workload.precision}"
     where = f"  {e.cluster.name}, stack {e.stack.name}; for {r.runs_in}"
     lines: list[RenderableType] = [
-        Text.assemble((e.model.name, "bold"), (f"  {count} parameters; {work}", "dim")),
+        Text.assemble((e.model.name, "bold"), (f"  {count} parameters{e.model.describe_trained()}; {work}", "dim")),
         Text.assemble((f"{e.plan.world:,} × {e.cluster.accelerator.name}", "bold"), (where, "dim")),
         *(Text(""), Text(e.plan.title(), "bold green"), view.main_numbers(e)),
         *(Text(checkpoint_words(p, e.stack), "dim"), *on_own_trainer(e), *uncalibrated(e)),

@@ -132,14 +132,14 @@ def macro_scores(by_source: dict[str, SourceScore]) -> dict[str, float]:
 
 
 def responding(rows: Iterable[dict[str, str]]) -> Callable[[PublishedRun], bool]:
-    """Whether the response of a run of this table is needed: its step time is published and scored. In a source that repeats its runs, a run
-    without a repetition that agrees may have stalled."""
+    """Whether the response of a run of this table is needed: its step time is published and scored, and may tell of its stack. In a source that
+    repeats its runs, a run without a repetition that agrees may have stalled. No number is fitted to runs with adapters: they are predicted only."""
     repeated = {row.get("file", "") for row in rows if row.get("pair_ratio")}
 
     def needed(c: PublishedRun) -> bool:
         source, ratio = c.row.get("file", ""), number(c.row.get("pair_ratio"))
         clean = ratio <= STALLED if ratio is not None else source not in repeated
-        return bool(c.step_time) and source not in NOT_FOR_TIME and clean
+        return bool(c.step_time) and source not in NOT_FOR_TIME and clean and not c.model.adapter.on
 
     return needed
 

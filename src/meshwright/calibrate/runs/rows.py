@@ -38,6 +38,7 @@ from typing import Any
 from meshwright.calibrate.runs.row_model import MODEL_COLUMNS, PublishedRun, number, read_model, refusal
 from meshwright.calibrate.runs.row_plan import CLUSTER_COLUMNS, read_cluster, read_plan
 from meshwright.describe import catalog
+from meshwright.describe.adapter import Adapter
 from meshwright.describe.config import Config
 from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError
@@ -71,6 +72,9 @@ NUMBERS = (  # columns whose cells are positive numbers or blank
     ),
     *("micro_batch", "global_batch", "grad_accum", "step_time_s", "tokens_per_s_per_gpu", "memory_gib"),
 )
+# Of the published runs with LoRA only NVIDIA's performance recipes are left (NeMo and Megatron-Bridge): `peft.target_modules = ["linear_qkv"]`.
+ADAPTER = Adapter(rank=16, targets=("linear_qkv",))
+ADAPTER_WORDS = "rank 16 on queries, keys and values, as NeMo's performance recipes set it"
 REQUIRED = ("row_id", "file", "gpus", "tp", "pp", "global_batch", "seq_len", "step_time_s")
 
 
@@ -103,13 +107,16 @@ def case(row: dict[str, str]) -> PublishedRun:
     """Read one row; `refused` is the reason if it cannot be predicted."""
     out = PublishedRun(defaultdict(str, row))
     try:
-        if out.row["task"] == "lora":
-            raise refusal("LoRA trains adapters only, which a plan cannot express")
+        if out.row["task"] == "latent":
+            raise refusal("the ranks of its latent attention are not published")
         _check_numbers(out)
         stack = _stack(out)
         model, assumed = _read(read_model, MODEL_COLUMNS, tuple(out.row[name] for name in MODEL_COLUMNS))
         cluster, more = _read(read_cluster, CLUSTER_COLUMNS, tuple(out.row[name] for name in CLUSTER_COLUMNS))
         out.assumed += (*assumed, *more)
+        if out.row["task"] == "lora":
+            model = model.but(adapter=ADAPTER)
+            out.assumed.append(f"adapter: {ADAPTER_WORDS}")
         out.config = Config(model, cluster, stack=stack)
         read_plan(out)
         out.plan.check(out.model, out.workload, out.cluster)
