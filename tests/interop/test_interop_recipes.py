@@ -14,7 +14,7 @@ from meshwright.interop.frameworks import FRAMEWORKS, READABLE, find, megatron
 from meshwright.interop.keys import is_misspelling
 from meshwright.interop.recipes import RecipeVerdict, check, rows
 from meshwright.interop.shapes import catalog_model
-from meshwright.planner.advice.lint.recipes import judge
+from meshwright.planner.advice.lint.recipes import judge, judge_all
 
 HERE = Path(__file__).parent
 NAMED = {f.title for f in FRAMEWORKS.values()}
@@ -362,6 +362,19 @@ def test_without_a_gpu_the_gpus_that_fit_are_listed() -> None:
     assert "no GPU of the catalog" in long.findings[-1]["why"]
 
 
+def test_an_unstated_vocabulary_gives_a_lower_bound() -> None:
+    """Megatron's tokenizer has the vocabulary: with the smallest usual one a recipe can be shown not to fit, never to fit."""
+    words = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 1 --global-batch-size 64 --bf16"
+    row = {"framework": "Megatron-LM", "gpus": 8, "hardware": "H100"}
+    small, whole = (
+        verdict({**row, "args": [*words.split(), "--tensor-model-parallel-size", str(tp)]}) for tp in (8, 1)
+    )
+    assert (small.fits, whole.fits) == (None, False)
+    stated = verdict({**row, "args": [*words.split(), "--tensor-model-parallel-size", "8", "--vocab-size", "32000"]})
+    assert stated.fits is True
+    assert stated.memory_gib == pytest.approx(small.memory_gib)
+
+
 def test_the_gpu_of_a_path_counts() -> None:
     assert full_tuning(path="configs/8b_h100.yaml").fits is True
     assert full_tuning(path="configs/8b_a10g.yaml", gpus=1).fits is False
@@ -424,6 +437,12 @@ def test_trl_and_ms_swift_are_read() -> None:
     grpo = {"num_generations": 8, "per_device_train_batch_size": 1, "NPROC_PER_NODE": 4, "NNODES": 1}
     assert verdict({"framework": "TRL", "settings": grpo}).legal is True
     assert verdict({"framework": "TRL", "settings": grpo | {"generation_batch_size": 12}}).legal is False
+
+
+def test_many_recipes_are_judged_on_all_cores_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.planner.advice.lint.recipes.usable_processes", lambda: 2)
+    recipes = [{"framework": "torchtitan", "settings": {}, "id": str(n)} for n in range(60)]
+    assert [v.as_dict() for v in judge_all(recipes)] == [judge(recipe).as_dict() for recipe in recipes]
 
 
 def test_slow_patterns_have_seconds() -> None:

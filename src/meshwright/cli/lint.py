@@ -14,7 +14,7 @@ from meshwright.interop.recipes import rows
 from meshwright.planner.advice.alternatives import PlanTrials
 from meshwright.planner.advice.changes import first_changes
 from meshwright.planner.advice.lint.check import check
-from meshwright.planner.advice.lint.recipes import judge
+from meshwright.planner.advice.lint.recipes import judge_all
 from meshwright.view import settings as view
 from meshwright.view.lint import page
 from meshwright.view.tables import present, show, show_json
@@ -70,8 +70,8 @@ def lint_recipes(file: str, as_json: bool) -> None:
     """Print a verdict per recipe: a JSON object per line with --json, else a table."""
     recipes_read, verdicts = list(rows(file)), []
     with patient("checking recipes") as progress:
-        for row in recipes_read:
-            verdicts.append(judge(row))
+        for verdict in judge_all(recipes_read):
+            verdicts.append(verdict)
             progress(len(verdicts) / len(recipes_read))
     if as_json:
         for verdict in verdicts:

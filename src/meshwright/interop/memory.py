@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.cost.memory import memory
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
@@ -28,7 +29,8 @@ from meshwright.interop.keys import Facts, SettingsProblem
 from meshwright.interop.reading import SettingsReading
 from meshwright.interop.shapes import catalog_cluster, stated_memory
 from meshwright.lower.program import StepProgram
-from meshwright.predict.estimate import estimate
+from meshwright.predict.estimate import lowered
+from meshwright.predict.prediction import element
 
 # --- The share of saved activations that stays in the GPU's memory with selective recompute and offloading, by the modules that settings name.
 #
@@ -154,14 +156,15 @@ def peak_memory(reading: SettingsReading, cluster: Cluster) -> tuple[float, floa
     """GiB of the fullest rank, and the memory of its device."""
     cluster = cluster.with_gpus(reading.gpus)
     plan, stack = _with_plain_states(reading)
-    result = estimate(Config(reading.shape.model, cluster, plan, reading.workload, stack))
-    share = kept_share(result.program, reading.shape.model, reading.facts)
+    _, _, program = lowered(Config(reading.shape.model, cluster, plan, reading.workload, stack))
+    share = kept_share(program, reading.shape.model, reading.facts)
     if reading.framework.splits_evenly:
         share *= KEPT_SHARE.get(reading.workload.precision, 1.0)
-    stages = [_stage(parts, share, reading) for parts in result.prediction.memory_by_stage]
+    ranks = ({part: element(size, 0) / GIB for part, size in memory(program, rank).items()} for rank in program.ranks)
+    stages = [_stage(parts, share, reading) for parts in ranks]
     stages = [peak + _pipeline_buffers(reading) for peak in stages]
     stages[-1] += _unfused_loss(reading) + _kept_logits(reading)
-    return max(stages), result.prediction.memory_limit_gib
+    return max(stages), cluster.accelerator.memory / GIB
 
 
 def _with_plain_states(reading: SettingsReading) -> tuple[Plan, Stack]:
@@ -276,6 +279,7 @@ def fit(reading: SettingsReading) -> MemoryFit:
     """The memory of a reading against that of its hardware. Where none is stated: of the GPU on which the framework's own recipes are run; else
     it does not fit only if no GPU of the catalog has the memory."""
     entry, memory = catalog_cluster(reading.hardware), stated_memory(reading.hardware)
+    reading = replace(reading, shape=reading.shape.with_least_vocab())
     if not (reading.shape.complete and "half" in reading.facts and reading.assembled.fit_is_known):
         return MemoryFit()
     if not (entry or memory) and (reading.hardware or not reading.framework.on_gpus):

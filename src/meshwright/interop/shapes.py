@@ -6,7 +6,7 @@ and the memory of such a model is not judged.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -97,6 +97,7 @@ HYBRID = re.compile(
 QWEN_HYBRID = re.compile(r"qwen3[._]?[5-9](?!\d)")
 DIVISIBLE = 2**7 * 3 * 5 * 7  # a multiple of the usual degrees
 MANY_LAYERS = 2**6 * 3 * 5
+LEAST_VOCAB = 32_000  # tokens of Llama 2's and Mistral's tokenizers; others have more
 # Names of a shape in torchtitan's model packages, in Hugging Face configs, and plain ones.
 PLAIN = Table(
     keys=(
@@ -157,6 +158,13 @@ class ShapeKeys:
         if self.model.experts:
             needed += ["experts", "top_k"]
         return [name for name in needed if name not in self.stated]
+
+    def with_least_vocab(self) -> "ShapeKeys":
+        """The same with the smallest usual vocabulary where nothing else is missing: tokenizers state it, settings often do not. What is computed
+        is then less than the truth."""
+        if self.missing != ["vocab"]:
+            return self
+        return replace(self, model=self.model.but(vocab=LEAST_VOCAB), complete=True, partial=True)
 
     @property
     def experts(self) -> bool | None:

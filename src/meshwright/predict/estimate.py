@@ -198,14 +198,19 @@ class Simulation(Shown):
 
 def estimate(config: Config) -> Estimate:
     """Check, lower and cost one configuration; verdicts, roofline, walk and critical batch are computed on first access."""
-    config.check()
-    model, cluster, workload, stack = config.model, config.cluster, config.workload, config.stack
-    asked = in_framework(config.plan, model, stack)
-    config = config.but(plan=resolve_recompute(model, asked, workload, stack, cluster.accelerator.memory))
-    program = step_program(model, config.plan, workload, stack, every_rank=True, stages=True)
-    cost = step_cost(program, cluster)
-    shown = axis_levels(program, cluster), inference(model, cluster)
+    asked, config, program = lowered(config)
+    cost = step_cost(program, config.cluster)
+    shown = axis_levels(program, config.cluster), inference(config.model, config.cluster)
     return Estimate(config, asked, program, cost, prediction(cost, config), *shown)
+
+
+def lowered(config: Config) -> tuple[Plan, Config, StepProgram]:
+    """Check and lower one configuration: the plan that was asked for, the configuration with the plan that runs, and its program."""
+    config.check()
+    model, workload, stack = config.model, config.workload, config.stack
+    asked = in_framework(config.plan, model, stack)
+    plan = resolve_recompute(model, asked, workload, stack, config.cluster.accelerator.memory)
+    return asked, config.but(plan=plan), step_program(model, plan, workload, stack, every_rank=True, stages=True)
 
 
 def communication(cost: StepCost) -> tuple[float, float]:

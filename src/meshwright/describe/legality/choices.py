@@ -7,7 +7,7 @@ value without one is not legal, and its reason is the first rule that it breaks.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice, permutations
 from typing import Any
@@ -55,9 +55,13 @@ class Choice:
         return {"value": self.value, "legal": self.legal, "reason": self.reason, "changes": self.changes or {}}
 
 
-def choices(case: Case, legal: Callable[[Case], Flag]) -> dict[str, list[Choice]]:
-    """The choices of every field that is a number, a word or a flag."""
-    return {field: _choices(case, field, values, legal) for field, values in candidates(case).items()}
+def choices(
+    case: Case, legal: Callable[[Case], Flag], fields: Collection[str] = (), explained: bool = True
+) -> dict[str, list[Choice]]:
+    """The choices of every field that is a number, a word or a flag, or of some `fields`. Finding the reason why a value is not legal takes time:
+    without `explained` the reason is empty."""
+    offered = {field: values for field, values in candidates(case).items() if not fields or field in fields}
+    return {field: _choices(case, field, values, legal, explained) for field, values in offered.items()}
 
 
 def candidates(case: Case) -> dict[str, list[Any]]:
@@ -89,16 +93,16 @@ def _around(values: list[Any], present: Any) -> list[Any]:
     return sorted(near)
 
 
-def _choices(case: Case, field: str, values: list[Any], legal: Callable[[Case], Flag]) -> list[Choice]:
+def _choices(case: Case, field: str, values: list[Any], legal: Callable[[Case], Flag], explained: bool) -> list[Choice]:
     codes = np.array([encode(field, v) for v in values])
     alone = np.broadcast_to(np.asarray(legal(case.with_columns({field: codes}))), len(values))
     return [
-        Choice(v, True) if good else _completed_choice(case, field, v, legal)
+        Choice(v, True) if good else _completed_choice(case, field, v, legal, explained)
         for v, good in zip(values, alone, strict=True)
     ]
 
 
-def _completed_choice(case: Case, field: str, value: Any, legal: Callable[[Case], Flag]) -> Choice:
+def _completed_choice(case: Case, field: str, value: Any, legal: Callable[[Case], Flag], explained: bool) -> Choice:
     chosen = {f"plan.{field}": value}
     for settings in islice(_completions(case, field, value), MOST_TRIED):
         for trial in (settings, completed(case, settings) | chosen):
@@ -111,6 +115,8 @@ def _completed_choice(case: Case, field: str, value: Any, legal: Callable[[Case]
                 return Choice(
                     value, True, "also sets " + ", ".join(f"{k} = {shown(v)}" for k, v in changes.items()), changes
                 )
+    if not explained:
+        return Choice(value, False)
     best = case.with_settings(completed(case, chosen) | chosen)  # what stays broken when the other degrees follow
     broken = _first_broken(best)
     problem = broken.explain(best) if broken else None

@@ -19,7 +19,7 @@ NEEDS = ("stack", "framework")
 CODE = "MW-PLAN-023"
 
 
-def outside(code: Flag, words: Sequence[str], allowed: Sequence[str]) -> Flag:
+def outside(code: Flag, words: Sequence[object], allowed: Sequence[object]) -> Flag:
     """Whether the word of a code is not among the allowed ones."""
     if not allowed:
         return False
@@ -76,7 +76,7 @@ def stack_has_zero(p: Case) -> Reading:
         (can.zero_in_pipeline, some & (p.pp > 1), " in a pipeline"),
         (can.zero_in_split, some & ((p.tp > 1) | (p.ep > 1)), " with tensor or expert parallelism"),
     )
-    broken = [applies & np.isin(p.zero, stages, invert=True) if stages else False for stages, applies, _ in limits]
+    broken = [applies & outside(p.zero, range(4), stages) for stages, applies, _ in limits]
     yield broken[0] | broken[1] | broken[2]
     stages, _, where = limits[next(k for k in range(3) if broken[k])]
     replicas = {"plan.zero": 0, "plan.shard": 1, "plan.replicate": p.dp}

@@ -8,13 +8,10 @@ Only fields that leave the arithmetic of the training as it is are offered: no o
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from meshwright.cost.step import step_cost
 from meshwright.describe.config import Config
 from meshwright.describe.legality import Case, legal
 from meshwright.describe.legality.choices import Choice, choices, free_values, shown
@@ -22,8 +19,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.result import GIB, USABLE_MEMORY, values_of
 from meshwright.errors import MeshwrightError
-from meshwright.lower.step import step_program
-from meshwright.planner.advice.alternatives import changed, settings
+from meshwright.planner.advice.alternatives import changed, costs, settings
 from meshwright.planner.advice.lint.finding import SHOWN
 from meshwright.predict.prediction import resolve_recompute
 from meshwright.units import Json, format_decimal_bytes
@@ -92,8 +88,8 @@ def first_changes(config: Config, most: int = 5) -> list[Change]:
     drafts = [
         both(first, second, config.plan)
         for first in too_large[:MOST_FIRST]
-        for second in candidates(config, first.plan)
-        if second.plan and second.fields[0][0] != first.fields[0][0]
+        for second in candidates(config, first.plan, seconds_of(config, first))
+        if second.plan
     ]
     pairs = [c for c in priced(config, drafts) if has_room(c) and c.saved > target + WORTH * (now.step_time_s or 0.0)]
     useful = [c for c in (*fitting, *pairs) if c.saved > SHOWN * (now.step_time_s or 0.0) or not now.fits]
@@ -116,10 +112,26 @@ def both(first: Change, second: Change, now: Plan) -> Change:
     return replace(second, fields=(*fields, *second.fields))
 
 
-def offers(case: Case, plan: PlanFields) -> dict[str, list[Choice]]:
-    """The values of every field: those that a rule decides on, and those that are always legal."""
+def offers(
+    case: Case, plan: PlanFields, fields: Collection[str] = (), explained: bool = True
+) -> dict[str, list[Choice]]:
+    """The values of every field, or of some: those that a rule decides on, and those that are always legal."""
     free = free_values(plan, case.model.layers, case.stack.flat_shards)
-    return choices(case, legal) | {name: [Choice(value, True) for value in values] for name, values in free.items()}
+    always = {name: values for name, values in free.items() if not fields or name in fields}
+    ruled = choices(case, legal, fields, explained)
+    return ruled | {name: [Choice(value, True) for value in values] for name, values in always.items()}
+
+
+def seconds_of(config: Config, first: Change) -> dict[str, list[Choice]]:
+    """The values of the fields that a second change may take after a first one."""
+    assert first.plan is not None
+    others = [name for name in KNOBS if name != first.fields[0][0]]
+    return offers(_case(config, first.plan), first.plan, others, explained=False)
+
+
+def _case(config: Config, plan: Plan) -> Case:
+    c = config
+    return Case(plan, c.model, c.workload, c.cluster, c.stack, framework=bool(c.stack.can.framework))
 
 
 def candidates(
@@ -129,8 +141,7 @@ def candidates(
     c = config
     assert plan is not None
     if offered is None:
-        case = Case(plan, c.model, c.workload, c.cluster, c.stack, framework=bool(c.stack.can.framework))
-        offered = offers(case, plan)
+        offered = offers(_case(c, plan), plan, KNOBS)
     for name in KNOBS:
         for choice in offered.get(name, ()):
             value = tuple(choice.value) if isinstance(choice.value, list) else choice.value
@@ -149,12 +160,6 @@ def within_memory(config: Config, plan: Plan) -> Plan | None:
         return resolve_recompute(config.model, plan, config.workload, config.stack, config.cluster.accelerator.memory)
     except MeshwrightError:
         return None
-
-
-def costs(config: Config, plans: Sequence[Plan]) -> tuple[np.ndarray, np.ndarray]:
-    """Step time in seconds and memory of the fullest GPU in GiB of several plans."""
-    cost = step_cost(step_program(config.model, plans, config.workload, config.stack, every_rank=True), config.cluster)
-    return np.broadcast_to(cost.time, len(plans)), np.broadcast_to(cost.peak_memory, len(plans)) / GIB
 
 
 def priced(config: Config, drafts: Iterable[Change]) -> list[Change]:

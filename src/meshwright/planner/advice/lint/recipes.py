@@ -5,11 +5,17 @@
 two plans, and is not a larger batch, which changes the training.
 """
 
+import gc
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
 from meshwright.cost.band import indistinguishable
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.describe.result import USABLE_MEMORY
 from meshwright.errors import MeshwrightError
+from meshwright.host import end_with_parent, usable_processes
 from meshwright.interop.keys import Facts
 from meshwright.interop.recipes import RecipeVerdict, check
 from meshwright.interop.shapes import catalog_cluster
@@ -19,6 +25,7 @@ from meshwright.planner.advice.lint.finding import Finding, Seen, finding
 from meshwright.predict.estimate import Estimate
 from meshwright.units import Json
 
+LEAST_RECIPES = 20  # for which starting another process pays
 SLOW = 0.10  # share of the step that the fix saves
 # Patterns that settings exclude. Adapters have no gradients of all weights. A larger micro-batch saves host time, which CUDA graphs do not need,
 # and a micro-batch of packed samples is one sequence. DeepEP and HybridEP send a token to a node once, which the cost of the exchange does not have.
@@ -28,6 +35,24 @@ SHARDS = ("replicate", "shard", "zero", "bucket", "wrap", "reduce")
 FIELDS = {
     "adapters": SHARDS, "cuda_graphs": ("microbatch",), "packed_seq": ("microbatch",), "dispatcher": ("ep", "expert_tp"),
 }  # fmt: skip
+
+
+def judge_all(recipes: Sequence[Json]) -> Iterator[RecipeVerdict]:
+    """The verdicts on many recipes in their order, without their readings, computed on all cores."""
+    processes = min(usable_processes(), len(recipes) // LEAST_RECIPES)
+    if processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
+        yield from map(judge, recipes)
+        return
+    yield judge(recipes[0])  # fills the catalog's caches, which the processes share
+    gc.freeze()  # what is imported stays: each collection would go over it
+    with multiprocessing.get_context("fork").Pool(processes, end_with_parent) as pool:
+        yield from pool.imap(_judge_alone, recipes[1:])
+    gc.unfreeze()
+
+
+def _judge_alone(row: Json) -> RecipeVerdict:
+    """A verdict that can be sent to another process."""
+    return replace(judge(row), reading=None)
 
 
 def judge(row: Json) -> RecipeVerdict:
