@@ -133,6 +133,17 @@ TITAN_STAGES = TITAN | {
     "parallelism.pipeline_parallel_schedule": "InterleavedZeroBubble",
 }
 AUTO = {"distributed.strategy": "fsdp2", "step_scheduler.local_batch_size": 1, "dataset.seq_len": 4096}
+PIPE = AUTO | {
+    "model.pretrained_model_name_or_path": "Qwen/Qwen3-8B", "distributed.pp_size": 2, "distributed.pipeline.layers_per_stage": 9,
+    "distributed.pipeline.pp_microbatch_size": 1, "step_scheduler.local_batch_size": 4,
+}  # fmt: skip
+OLD = {
+    "--model-parallel-size": 2,
+    "--pipe-parallel-size": 2,
+    "--batch-size": 4,
+    "--num-layers": 24,
+    "--seq-length": 1024,
+}
 MESH = {
     "distributed_type": "FSDP", "num_processes": 8, "fsdp_config.fsdp_version": 2, "fsdp_config.fsdp_reshard_after_forward": True,
     "parallelism_config.parallelism_config_dp_shard_size": 4, "parallelism_config.parallelism_config_tp_size": 2,
@@ -157,6 +168,15 @@ BRIDGE = {
         ("axolotl", FSDP2 | {"dp_shard_size": 8}, {"fsdp_version": None, "fsdp_config.reshard_after_forward": None}, "without fsdp_config"),
         ("axolotl", AXOLOTL | {"context_parallel_size": 2, "attn_implementation": "flash_attention_2"}, {"attn_implementation": "sdpa"}, "with sdpa"),
         ("axolotl", AXOLOTL | {"cut_cross_entropy": True}, {"liger_fused_linear_cross_entropy": True}, "several fused losses"),
+        ("axolotl", FSDP2, {"tensor_parallel_size": 2, "dp_shard_size": 4, "liger_rms_norm": True}, "Liger's norm"),
+        ("axolotl", FSDP2 | {"optimizer": "muon"}, {"fsdp_version": 1}, "muon with DeepSpeed or FSDP1"),
+        ("axolotl", FSDP2 | {"optimizer": "flash_adamw"}, {"fsdp_version": 1}, "flash_adamw with DeepSpeed or FSDP1"),
+        ("axolotl", AXOLOTL | {"optimizer": "q_galore_adamw8bit"}, {"adapter": "lora"}, "with adapters"),
+        ("axolotl", AXOLOTL | {"adapter": "lora", "load_in_8bit": True}, {"model_quantization_config": "Mxfp4Config"}, "two kinds of quantised"),
+        ("axolotl", AXOLOTL | {"max_memory": {"0": "70GiB"}}, {"gpu_memory_limit": "70GiB"}, "both set"),
+        ("axolotl", AXOLOTL | {"deepspeed": "zero3.json"}, {"deepcompile": True, "deepspeed": None}, "without DeepSpeed"),
+        ("axolotl", AXOLOTL | {"gradient_checkpointing": True}, {"selective_checkpointing": True, "gradient_checkpointing": False}, "selective"),
+        ("axolotl", AXOLOTL | {"base_model": "tiiuae/falcon-7b"}, {"fsdp": ["full_shard"]}, "Falcon"),
         ("accelerate", MESH, {"parallelism_config.parallelism_config_dp_shard_size": 1, "parallelism_config.parallelism_config_tp_size": 8},
          "no dimension"),
         ("accelerate", MESH, {"fsdp_config.fsdp_forward_prefetch": True}, "forward prefetch"),
@@ -177,6 +197,10 @@ BRIDGE = {
         ("Megatron-Bridge", BRIDGE | {"model.account_for_embedding_in_pipeline_split": True, "model.account_for_loss_in_pipeline_split": True,
                                       "model.virtual_pipeline_model_parallel_size": 4},
          {"model.account_for_embedding_in_pipeline_split": False, "model.account_for_loss_in_pipeline_split": False}, "94 layers do not divide"),
+        ("Automodel", PIPE | {"distributed.pipeline.pp_schedule": "interleaved1f1b"}, {"distributed.pipeline.pp_schedule": "1f1b"},
+         "2 stages per rank"),
+        ("Megatron-Bridge", BRIDGE | {"model.pipeline_model_parallel_size": 1}, {"dataset.micro_batch_size": 2}, "other micro-batches"),
+        ("Megatron-DeepSpeed", OLD | {"zero_optimization.stage": 1}, {"zero_optimization.stage": 2}, "ZeRO stage 2 with a pipeline"),
         ("Megatron-Bridge", {"model.num_layers": 8, "model.seq_length": 1024}, {"model.num_layers_in_first_pipeline_stage": 3}, "without a pipeline"),
     ],
 )  # fmt: skip

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.describe import catalog, legality
 from meshwright.describe.legality import Case
@@ -40,7 +40,7 @@ def check_facts(
     yield from _local_batch(facts, framework)
     yield from _experts_on_nvlink(facts, made, hardware)
     yield from _nothing_to_shard(facts, framework, made)
-    yield from _two_lengths(settings)
+    yield from _different_data(settings)
     yield from _stages_of_schedule(facts, framework, shape)
     world = {"gpus": made.gpus} if made.gpus > 0 else {}
     yield from check_rules((*MEGATRON_RULES, *TORCH_RULES), facts | world, framework, settings)
@@ -127,23 +127,32 @@ def _nothing_to_shard(facts: Facts, framework: Framework, made: Assembled) -> It
         )
 
 
-def _two_lengths(settings: Mapping[str, Any]) -> Iterator[SettingsProblem]:
-    found = {
-        key: settings[key] for key in ("model.seq_length", "dataset.seq_length") if isinstance(settings.get(key), int)
-    }
-    if len(set(found.values())) > 1:
-        yield SettingsProblem(
-            "MW-SET-009",
-            " and ".join(f"{key} = {value}" for key, value in found.items()),
-            why="The model and its data have different sequence lengths",
-            severity="warning",
-        )
+def _different_data(settings: Mapping[str, Any]) -> Iterator[SettingsProblem]:
+    """Megatron-Bridge's `ConfigContainer.validate`: some data sets state numbers that the model or the training states too."""
+    pairs: tuple[tuple[str, str, str, Literal["warning", "error"]], ...] = (
+        ("model.seq_length", "dataset.seq_length", "The model and its data have different sequence lengths", "warning"),
+        (
+            "train.micro_batch_size",
+            "dataset.micro_batch_size",
+            "The framework refuses data in other micro-batches",
+            "error",
+        ),
+    )
+    for first, second, why, severity in pairs:
+        found = {key: settings[key] for key in (first, second) if isinstance(settings.get(key), int)}
+        if len(set(found.values())) > 1:
+            what = " and ".join(f"{key} = {value}" for key, value in found.items())
+            yield SettingsProblem("MW-SET-009", what, why, f"{second} {found[first]}", severity)
 
 
 def _stages_of_schedule(facts: Facts, framework: Framework, shape: ShapeKeys) -> Iterator[SettingsProblem]:
-    """torchtitan's distributed/pipeline_parallel.py (commit 02ef790c79): the layers per stage give the stages of a rank, of which a schedule
-    needs one, two, or at least two."""
-    if framework.name != "torchtitan" or facts.get("pp", 1) == 1 or not facts.get("layers_per_chunk"):
+    """torchtitan's distributed/pipeline_parallel.py (commit 02ef790c79) and Automodel's pipelining/functional.py (36044ad3d1): the layers per
+    stage give the stages of a rank, of which a schedule needs one, two, or at least two."""
+    if (
+        framework.name not in ("torchtitan", "automodel")
+        or facts.get("pp", 1) == 1
+        or not facts.get("layers_per_chunk")
+    ):
         return
     schedule = facts.get("schedule") or "1f1b"
     virtual, _, problem = stages(facts, shape.layers, framework)

@@ -8,6 +8,7 @@ from meshwright.interop.rules import Rule, SettingsOptions
 TRAINER = ("trl", "llama-factory", "ms-swift")
 LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
 EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
+WHOLE_STATES = re.compile(r"muon$|q_galore_adamw8bit$|flash_")
 LOSSES = ("cut_cross_entropy", "chunked_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy")
 TITAN, AUTO, DS, ACC, AXO, LF = (
     ("torchtitan",),
@@ -188,6 +189,24 @@ TORCH_RULES = (
     Rule(AXO, lambda o: o.on("activation_offloading") and not o.on("gradient_checkpointing", "activation_checkpointing"),
          "offloaded activations without gradient checkpointing",
          "It offloads what the checkpoints keep", "gradient_checkpointing true"),
+    Rule(AXO, lambda o: o.on("liger_rms_norm", "liger_fused_linear_cross_entropy") and o.degree("tp") > 1,
+         "Liger's norm or fused loss with tensor parallelism {tp}", "Its kernels do not take distributed tensors",
+         "liger_rms_norm and liger_fused_linear_cross_entropy false"),
+    Rule(AXO, lambda o: WHOLE_STATES.match(str(o["optimizer"])) and (o.on("deepspeed") or (o.has_fsdp and not o.fsdp2)),
+         "the optimizer {optimizer} with DeepSpeed or FSDP1", "It needs whole matrices, which the framework has under DDP and FSDP2",
+         "fsdp_version 2"),
+    Rule(AXO, lambda o: o["optimizer"] == "q_galore_adamw8bit" and o.on("adapter"), "the optimizer {optimizer} with adapters",
+         "It projects the gradients of whole weights", "adamw_torch"),
+    Rule(AXO, lambda o: o.on("model_quantization_config") and o.on("load_in_8bit", "load_in_4bit"), "two kinds of quantised weights are set",
+         "model_quantization_config and load_in_4bit or load_in_8bit exclude each other", "drop model_quantization_config"),
+    Rule(AXO, lambda o: o.both("max_memory", "gpu_memory_limit"), "max_memory and gpu_memory_limit are both set", "One follows from the other",
+         "drop gpu_memory_limit"),
+    Rule(AXO, lambda o: o.on("deepcompile") and not o.on("deepspeed"), "deepcompile without DeepSpeed", "It is a compiler of DeepSpeed's",
+         "torch_compile true"),
+    Rule(AXO, lambda o: o.on("selective_checkpointing") and not o.on("gradient_checkpointing", "activation_checkpointing"),
+         "selective checkpointing without gradient checkpointing", "It chooses what the checkpoints keep", "gradient_checkpointing true"),
+    Rule(AXO, lambda o: "falcon" in str(o["base_model"]).lower() and o.on("fsdp"), "FSDP with a Falcon model", "The framework refuses it",
+         "deepspeed"),
     Rule(AXO, lambda o: o.on("relora") and (o.has_fsdp or o.on("deepspeed")), "ReLoRA with sharded weights",
          "It merges adapters into whole weights", "drop fsdp and deepspeed"),
     Rule(AXO, lambda o: o.both("gradient_accumulation_steps", "batch_size"), "batch_size and gradient_accumulation_steps are both set",

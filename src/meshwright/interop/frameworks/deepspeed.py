@@ -112,7 +112,7 @@ TABLE = Table(
         *MEGATRON_KEYS,
         Key("--model_name_or_path", "model", was=("--model_name", "--actor_model_name_or_path"), unset=("", True), read_only=True),
         Key("--zero_stage", "zero", words={0: 0, 1: 1, 2: 2, 3: 3}, was=("--zero-stage", "--actor_zero_stage"), read_only=True),
-        Key("--per_device_train_batch_size", "microbatch", was=("--per_device_training_batch_size", "--micro-batch-size"), read_only=True),
+        Key("--per_device_train_batch_size", "microbatch", was=("--per_device_training_batch_size", "--micro-batch-size", "--batch-size"), read_only=True),
         Key("--global-batch-size", "batch", was=("--batch_size",), read_only=True),
         Key("--gradient_accumulation_steps", "accumulation", read_only=True),
         Key("--max_seq_len", "seq", was=("--max_length", "--seq_length", "--seq-length"), read_only=True),
