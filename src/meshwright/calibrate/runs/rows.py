@@ -18,7 +18,7 @@ What the free text of a row says of its stack and its schedule, where the column
     parameters in bf16 only      no master weights; gradients and states of the optimizer in bf16
     Megatron-Bridge's recipes    gradients in bf16, as its configurations for performance set them
     Triton in llm-foundry        the attention kernel `triton`, but for its large-scale sweep
-    compiled blocks              the loss is eager
+    compiled blocks              the loss is eager, as in torchtitan before February 2025 (train.py: "compiling loss function causes CUDA errors")
     Megatron's functional tests  its defaults: no fused loss, which its performance recipes have
     NeMo Automodel's recipes     torch's Adam on 16-bit parameters: no masters, moments in 16 bits
     fms-fsdp, selective          a share of the layers is recomputed whole
@@ -171,7 +171,7 @@ FACTS = (  # (source, model, pipeline stages) → virtual stages that a row does
 TRITON = "default was triton flash-attention"  # llm-foundry's harness
 NOT_TRITON = "Large Scale"  # the table of its sweep with version 2
 BF16_GRADIENTS = "megatron_bridge_perf_summary"  # scripts/performance/configs in NVIDIA-NeMo/Megatron-Bridge: ddp.grad_reduce_in_fp32 = False
-EAGER_LOSS = r"compile-block|Megatron-LM functional-test"
+EAGER_LOSS = r"compile-block|Megatron-LM functional-test|torchtitan docs/performance|llama3_h100_202412"
 
 
 def apply_readings(c: PublishedRun) -> PublishedRun:
