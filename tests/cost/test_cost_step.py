@@ -326,9 +326,25 @@ def test_prediction_states_its_denominators():
     assert "989" in result.mfu_denominator
     assert result.assumed == ["nothing"]
     assert (result.step_time_low_s, result.step_time_high_s) == pytest.approx(
-        [result.step_time_s * b for b in band(Stack(), result.exposed_s, plan, DGX.with_gpus(8))]
+        [result.step_time_s * b for b in band(Stack(), result.exposed_s, result.hidden_s, plan, DGX.with_gpus(8))]
     )
     assert 0.25 < result.mfu < 0.65
+
+
+def test_a_network_that_nobody_measured_at_this_size_has_a_band_of_twice_its_time():
+    model, work = catalog.load("models", "llama3-8b"), Workload(batch=64, seq=8192)
+    plan = Plan(shard=64, zero=3, recompute="full")
+
+    def predicted(published):
+        cluster = DGX.with_gpus(64).but(published=published)
+        return predict(Config(model, cluster, plan, work, Stack(evidence="published")))
+
+    known, unknown = predicted(64), predicted(32)
+    between = unknown.exposed_s["dp"] + unknown.hidden_s["dp"]
+    assert unknown.step_time_s == known.step_time_s
+    assert unknown.step_time_high_s >= 0.97 * (unknown.step_time_s + between) > known.step_time_high_s
+    assert not [text for text in known.assumed if "network" in text]
+    assert [text for text in unknown.assumed if "more than 32 GPUs" in text]
 
 
 def test_bound_by_names_the_largest_group():

@@ -112,7 +112,7 @@ def test_an_unmeasured_chip_has_median_efficiency_and_a_wider_band():
     x, p = amd.explanation, amd.prediction
     assert x.calibrated.startswith("uncalibrated")
     assert p.step_time_high_s / p.step_time_s == pytest.approx(
-        band(amd.estimate.stack, p.exposed_s, amd.plan, amd.estimate.cluster)[1]
+        band(amd.estimate.stack, p.exposed_s, p.hidden_s, amd.plan, amd.estimate.cluster)[1]
     )
     assert "never measured" in str(amd).split("Leaders")[0]
     assert "never measured" not in str(nvidia).split("Leaders")[0]

@@ -290,6 +290,8 @@ class Cluster(Described):
     collectives: Collectives = Collectives()
     measured: tuple[MeasuredCall, ...] = Field(default=(), max_length=MOST_MEASURED)
     """bench points of a calibrated cluster, for figures"""
+    published: Whole = 0
+    """devices of the largest training run or collective that is published of this network; 0: none"""
     sharing: float = Field(default=1.0, ge=1)
     """processes per core, if they are more than the cores: a rank runs this many times faster while the others wait"""
     host_memory: Bytes = 0.0

@@ -23,7 +23,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import AXES, GIB, OVERHEAD
 from meshwright.lower.program import scalar
 from meshwright.lower.step import step_program
-from meshwright.predict.prediction import resolve_recompute
+from meshwright.predict.prediction import hidden_communication, resolve_recompute
 from meshwright.programs import pipelines
 from meshwright.units import Json
 
@@ -156,7 +156,7 @@ def composed(config: Config, measured: Sequence[RankMeasurement]) -> ComposedSte
     exposed = {axis: scalar(network.exposed.get(axis, 0.0)) for axis in (*AXES, "bubble")}
     modelled = {**exposed, "compute": max(seconds - sum(exposed.values()), 0.0)}
     # The measured part is as certain as a measurement; the rest has the band of the prediction.
-    low, high = band(config.stack, modelled, plan, config.cluster)
+    low, high = band(config.stack, modelled, hidden_communication(network, exposed), plan, config.cluster)
     share = sum(exposed.values()) / max(sum(modelled.values()), 1e-30)
     sure = max([m.spread for m in measured] + [LEAST_DOUBT / 2])
     low, high = ((edge - 1) * share + sign * sure * (1 - share) for edge, sign in ((low, -1), (high, 1)))

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost.band import band
+from meshwright.cost.band import band, beyond_published
 from meshwright.cost.checkpoint import checkpoint_memory
 from meshwright.cost.collective import CollectiveTimes
 from meshwright.cost.memory import rank_peaks
@@ -49,13 +49,14 @@ def prediction(cost: StepCost, config: Config, at: int = 0) -> Prediction:
     blocks = {name: one(sum(groups.values())) for name, groups in cost.program.parameters.items()}
     total = one(cost.peak_memory)
     source = cluster.accelerator.efficiency.source
-    low, high = band(stack, exposed, plan, cluster)
+    hidden = hidden_communication(cost, exposed, at)
+    low, high = band(stack, exposed, hidden, plan, cluster)
     return Prediction(
         step_time_s=time,
         step_time_low_s=time * low,
         step_time_high_s=time * high,
         exposed_s={part: s for part, s in exposed.items() if s},
-        hidden_s=hidden_communication(cost, exposed, at),
+        hidden_s=hidden,
         busy_s={stream: one(s) for stream, s in cost.busy.items()},
         memory_gib=total / GIB,
         memory_by_stage=memory,
@@ -66,7 +67,13 @@ def prediction(cost: StepCost, config: Config, at: int = 0) -> Prediction:
         mfu_denominator=f"{plan.world} × {format_flops(peak)} dense {config.workload.precision} of {cluster.accelerator.name}",
         tokens_per_s=samples_per_step(config) / time,
         bound_by=bound_by(exposed),
-        assumed=[*config.assumed, *model.notes, *without_sequence(model), *dropped_copies(model, plan)],
+        assumed=[
+            *config.assumed,
+            *model.notes,
+            *without_sequence(model),
+            *dropped_copies(model, plan),
+            *unpublished_network(plan, cluster),
+        ],
         fits=bool(total <= cluster.accelerator.memory),
         memory_limit_gib=cluster.accelerator.memory / GIB,
         checkpoint_gib=checkpoint_memory(config, memory, blocks),
@@ -111,6 +118,17 @@ def seconds_at_peak(config: Config) -> float:
     """Seconds of a step if all devices did nothing but the model's FLOPs, at their peak rate: the MFU is this over the step time."""
     flops = config.model.model_flops(config.workload.seq) * samples_per_step(config)
     return flops / (config.plan.world * config.cluster.accelerator.peak_for(config.workload.precision))
+
+
+def unpublished_network(plan: Plan, cluster: Cluster) -> list[str]:
+    """Say that a network is known at smaller sizes only."""
+    if not beyond_published(plan, cluster):
+        return []
+    known = f"on more than {cluster.published} GPUs" if cluster.published else "on several nodes"
+    return [
+        f"network of {cluster.name}: no run or collective is published {known}; the band holds twice the time of communication between nodes, "
+        "and `meshwright bench` with `calibrate` measures it"
+    ]
 
 
 def dropped_copies(model: Model, plan: Plan) -> list[str]:

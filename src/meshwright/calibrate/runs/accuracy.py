@@ -48,7 +48,7 @@ from meshwright.calibrate.runs.left_out import (
 )
 from meshwright.calibrate.runs.stack_fit import StackFit, fields_of
 from meshwright.calibrate.runs.validate import Outcome, predict_rows
-from meshwright.cost.band import inside_nodes, width
+from meshwright.cost.band import inside_nodes, unpublished_share, width
 from meshwright.describe import catalog
 from meshwright.describe.files import base_of
 from meshwright.describe.stack import Stack
@@ -135,7 +135,8 @@ def run_width(o: Outcome, level: str) -> float:
     assert o.plan is not None
     c = o.case
     inside = inside_nodes(o.plan, c.stack, c.cluster)
-    return width(o.prediction.exposed_s, inside, level, c.cluster.accelerator.efficiency.doubt)
+    unpublished = unpublished_share(o.prediction.exposed_s, o.prediction.hidden_s, inside, o.plan, c.cluster)
+    return width(o.prediction.exposed_s, inside, level, c.cluster.accelerator.efficiency.doubt, unpublished)
 
 
 def _band(scaled: np.ndarray, widths: np.ndarray, sources: np.ndarray, runs: int) -> Band:
