@@ -137,7 +137,7 @@ SECTIONS: dict[str, tuple[str, list[Example]]] = {
             Example("kv_cache(4096, layers=80, kv_heads=8, head_dim=128)", "2·kv·d·bytes per token and layer", "bytes"),
             Example("kv_cache(4096, layers=60, latent=512, rope_dim=64)", "MLA: (latent + rope)·bytes", "bytes"),
             Example("kv_cache(32768, layers=32, kv_heads=8, head_dim=128, window=4096)", "min(s, window) positions", "bytes"),
-            Example('model_kv_cache("deepseek-v2", 131072)', "layer by layer", "bytes"),
+            Example('model_kv_cache("deepseek-v2", 131072)', "layer by layer, states of linear mixers too", "bytes"),
             Example("ring_attention_buffer(131072, 64, 8192, dtype_bytes=1)", "K and V, twice each: 4·(s/P)·width·bytes", "bytes"),
         ],
     ),

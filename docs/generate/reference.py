@@ -157,7 +157,7 @@ def python() -> str:
 
     lines = ["# Python", NOTE, "", "```python", "import meshwright as mw", "```", ""]
     lines += [plain((api.__doc__ or "").partition("\n\n")[2].partition("\n\n")[2]), "", "## Functions", ""]
-    for name in ("load", "estimate", "plan", "simulate", "verify", "train", "parallelize"):
+    for name in ("load", "estimate", "decode", "plan", "simulate", "verify", "train", "parallelize"):
         lines += [*function_entry(f"mw.{name}", getattr(api, name)), ""]
     lines += ["### mw.check", "", plain((check.__doc__ or "").partition("\n\n")[0]), ""]
     for name in ("record", "attach", "watch"):

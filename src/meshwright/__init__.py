@@ -17,10 +17,22 @@ from meshwright.version import VERSION
 
 if TYPE_CHECKING:
     from meshwright import check, formulas
-    from meshwright.api import estimate, load, parallelize, plan, simulate, train, verify
+    from meshwright.api import decode, estimate, load, parallelize, plan, simulate, train, verify
 
 __version__ = VERSION
-__all__ = ["__version__", "check", "estimate", "formulas", "load", "parallelize", "plan", "simulate", "train", "verify"]
+__all__ = [
+    "__version__",
+    "check",
+    "decode",
+    "estimate",
+    "formulas",
+    "load",
+    "parallelize",
+    "plan",
+    "simulate",
+    "train",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

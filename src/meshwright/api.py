@@ -2,6 +2,7 @@
 
     load        a plan file or a catalog name                → Config
     estimate    step time, memory and traffic of one plan    → Estimate
+    decode      generating text: KV cache, prompt, token     → Decoding
     plan        the fastest plan that fits                   → Result
     simulate    the step of a plan, walked rank by rank      → Simulation
     verify      parity of a plan with one device             → Proof
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from meshwright.describe.config import Asked, Config
     from meshwright.describe.plan import Plan
     from meshwright.planner.result import Result
+    from meshwright.predict.decode import Decoding
     from meshwright.predict.estimate import Estimate, Simulation
     from meshwright.proof.prove import Proof
     from meshwright.training.hooks import StepRecord
@@ -52,14 +54,31 @@ def estimate(model: Any = "", cluster: Any = "", **asked: Unpack[Asked]) -> Esti
 
     `model` is a plan file, or a model with a `cluster` and a `plan`. Without a plan the planner's best common plan is taken; `assumed` says so.
     """
-    from meshwright.describe.config import Config, is_plan_file
-    from meshwright.interop.files import configure, is_settings_file
+    from meshwright.interop.files import configure
     from meshwright.predict.estimate import estimate as estimate_plan
 
     config = configure(model, cluster, **asked)
+    return estimate_plan(config if is_planned(model, asked) else with_best_plan(config))
+
+
+def decode(model: Any = "", cluster: Any = "", **asked: Unpack[Asked]) -> Decoding:
+    """Predict generating text: the KV cache at a context of `seq` tokens, and the times of a prompt and of one more token.
+
+    The arguments are those of `estimate`. Without a plan the degrees with the fastest token are taken; `assumed` says so."""
+    from meshwright.interop.files import configure
+    from meshwright.predict.decode import decoding, fastest
+
+    config = configure(model, cluster, **asked)
+    return decoding(config) if is_planned(model, asked) else fastest(config)
+
+
+def is_planned(model: Any, asked: Any) -> bool:
+    """Whether the arguments of a call say a plan."""
+    from meshwright.describe.config import Config, is_plan_file
+    from meshwright.interop.files import is_settings_file
+
     file = is_plan_file(model) or is_settings_file(model) or isinstance(model, Config)
-    planned = asked.get("plan") or file or any(w.strip().startswith("plan.") for w in asked.get("set", ()))
-    return estimate_plan(config if planned else with_best_plan(config))
+    return bool(asked.get("plan") or file or any(w.strip().startswith("plan.") for w in asked.get("set", ())))
 
 
 def with_best_plan(config: Config) -> Config:

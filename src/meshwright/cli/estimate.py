@@ -6,6 +6,7 @@ from meshwright import api
 from meshwright.cli.options import TrainingOptions, described
 from meshwright.cli.output import writable
 from meshwright.describe.files import write_text
+from meshwright.errors import MeshwrightError
 from meshwright.view.tables import show, show_json
 
 
@@ -17,12 +18,28 @@ def command(
     explain: str = "",
     from_measure: list[str] = [],
     html: str = "",
+    decode: bool = False,
     as_json: bool = False,
     **asked: Unpack[TrainingOptions],
 ) -> None:
-    """Predict step time, memory and traffic of one plan, by part."""
+    """Predict step time, memory and traffic of one plan, by part.
+
+    With --decode: generating text instead of training. The KV cache, and the times of a prompt of --seq tokens and of one more token."""
     writable(html)
     question: dict[str, Any] = {**asked}
+    if decode:
+        if html or explain or from_measure or asked["batch"] or asked["tokens"]:
+            raise MeshwrightError(
+                "MW-CLI-003",
+                "--decode cannot be combined with --html, --explain, --from-measure, --batch or --tokens",
+                why="It generates text, for every number of sequences that fits",
+                fix="--decode alone, with --seq for the length of the context",
+            )
+        generated = api.decode(model, cluster, plan=plan, **question)
+        from meshwright.view.decode import page as decode_page
+
+        show_json(generated.as_dict()) if as_json else show(decode_page(generated))
+        return
     if from_measure:
         from meshwright.calibrate.runs.from_rank import measured_stack
 

@@ -17,6 +17,17 @@ from pydantic import TypeAdapter
 from meshwright.describe.result import Measurement, Prediction
 from meshwright.units import Json
 
+TOKEN = {
+    "sequences": "integer",
+    "token_s": "number",
+    "tokens_per_s": "number",
+    "tokens_per_s_per_gpu": "number",
+    "parts_s": {"*": "number"},
+    "bound_by": ("memory", "compute", "communication"),
+    "memory_gib": "number",
+    "fits": "boolean",
+}
+DEGREES = {"tp": "integer", "ep": "integer", "replicas": "integer"}
 SHAPES = {
     "plan": {
         "searched": "integer",
@@ -47,6 +58,23 @@ SHAPES = {
         "critical_batch_reason": "string",
         "roofline": {"level": "string", "regime": "string"},
         "inference_latency_s": "object",
+    },
+    "decode": {
+        "version": "integer",
+        "model": "string",
+        "cluster": "string",
+        "plan": DEGREES,
+        "context": "integer",
+        "weights_gib": "number",
+        "cache_bytes": {"*": "number"},
+        "cache_bytes_per_rank": "number",
+        "prefill_s": "number",
+        "rows": [TOKEN, 1],
+        "most_sequences": "integer",
+        "compute_bound_sequences": "integer?",
+        "compute_bound_products": "integer?",
+        "alternatives": [DEGREES | {"prefill_s": "number", "most_sequences": "integer", "rows": [TOKEN, 1]}],
+        "assumed": ["string"],
     },
     "simulate": {
         "step_time_s": "number",

@@ -1,0 +1,95 @@
+"""The page of `estimate --decode`: what is kept of a sequence, the time of a token by sequences of a replica, and other degrees of parallelism."""
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshwright.describe.result import GIB
+from meshwright.predict.decode import Decoding, TokenTime
+from meshwright.units import format_bytes, format_seconds
+from meshwright.view.tables import filled, heading
+
+
+def page(d: Decoding) -> RenderableType:
+    caches = [
+        (name, f"{number}", f"{format_bytes(size / number)}", format_bytes(size))
+        for (name, (number, _)), size in zip(d.caches.items(), d.cache_bytes.values(), strict=True)
+    ]
+    prompt = f"prefill of {d.context:,} tokens: {format_seconds(d.prefill_s)} to the first token of one sequence"
+    return Group(
+        heading(f"{d.config.model.name} on {d.plan.world} × {d.config.cluster.accelerator.name}", title(d)),
+        Text(f"weights {d.weights_gib:.1f} GiB on each device; {prompt}"),
+        Text(""),
+        heading("KV cache", f"of one sequence of {d.context:,} tokens"),
+        filled(("mixer", ">layers", ">a layer", ">all layers"), caches),
+        heading("One token of each sequence", "sequences of a replica"),
+        filled(
+            (
+                ">sequences",
+                ">token",
+                ">tokens/s",
+                ">per GPU",
+                ">weights",
+                ">cache",
+                ">communication",
+                ">other",
+                ">memory",
+                "bound by",
+            ),
+            [cells(d, row) for row in d.table],
+        ),
+        Text(crossing(d)),
+        Text(""),
+        heading("Other degrees", "one sequence of a replica, and the most that fit"),
+        filled(
+            (">tp", ">ep", ">replicas", ">prefill", ">one token", ">most", ">its token", ">tokens/s per GPU"),
+            [other(one) for one in d.alternatives],
+        ),
+        *(Text(f"assumed: {words}", "dim") for words in d.assumed),
+    )
+
+
+def title(d: Decoding) -> str:
+    ep = f", ep {d.plan.ep}" if d.plan.ep > 1 else ""
+    return f"tp {d.plan.tp}{ep}, {d.plan.dp} replica{'s' * (d.plan.dp > 1)}, {d.config.workload.precision}"
+
+
+def cells(d: Decoding, row: TokenTime) -> tuple[str, ...]:
+    parts = (format_seconds(row.parts_s[part]) for part in ("weights", "cache", "communication", "other"))
+    memory = f"{row.memory_gib:.1f} GiB" + ("" if row.fits else " (does not fit)")
+    rate = row.tokens_per_s
+    return (
+        f"{row.sequences:,}",
+        format_seconds(row.token_s),
+        f"{rate:,.0f}",
+        f"{rate / d.plan.world:,.0f}",
+        *parts,
+        memory,
+        row.bound_by,
+    )
+
+
+def crossing(d: Decoding) -> str:
+    """Where decoding stops being bound by memory, in words."""
+    products, whole = d.compute_bound_products, d.compute_bound_sequences
+    text = (
+        f"Products with weights are bound by memory below {products:,} sequences of a replica"
+        if products
+        else "Products are always bound by memory"
+    )
+    if whole is None:
+        return f"{text}; with the cache decoding always is: a sequence's cache takes longer to read than its token to compute."
+    return f"{text}, all of decoding below {whole:,}; {d.most_sequences:,} fit."
+
+
+def other(d: Decoding) -> tuple[str, ...]:
+    first, last = d.ends
+    degrees = (
+        f"{d.plan.tp}",
+        f"{d.plan.ep}",
+        f"{d.plan.dp}",
+        format_seconds(d.prefill_s),
+        format_seconds(first.token_s),
+    )
+    if not d.most_sequences:
+        return (*degrees, f"0 ({first.memory_gib:.0f} of {d.config.cluster.accelerator.memory / GIB:.0f} GiB)", "", "")
+    return (*degrees, f"{d.most_sequences:,}", format_seconds(last.token_s), f"{last.tokens_per_s / d.plan.world:,.0f}")
