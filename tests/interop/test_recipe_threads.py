@@ -32,7 +32,8 @@ def test_a_mistake_is_flagged_and_its_correction_is_not(row: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("thread", "code"), [("3499", "MW-LINT-007"), ("6695", "MW-LINT-018"), ("1000", "MW-LINT-019")]
+    ("thread", "code"),
+    [("3499", "MW-LINT-007"), ("6695", "MW-LINT-018"), ("1000", "MW-LINT-019"), ("1214", "MW-LINT-005")],
 )
 def test_a_slow_recipe_is_flagged_for_its_reason(thread: str, code: str) -> None:
     row = next(row for row in ROWS if row["source"].endswith(f"/{thread}"))

@@ -273,12 +273,12 @@ def model_part(reading: SettingsReading, source: object, overrides: Sequence[str
     given = {word.partition("=")[0].strip() for word in overrides}
     missing = [f"model.{name}" for name in shape.missing if f"model.{name}" not in given]
     if missing:
-        estimate = f"meshwright estimate MODEL --plan {source}"
+        named = "the model as MODEL or --model, a catalog name or a config.json"
         raise MeshwrightError(
             "MW-SET-013",
             f"'{source}' does not give the shape of its model: {', '.join(missing)}",
             why=f"{reading.facts.get('model') or 'The model'} is not in the catalog, and the settings do not state all of its shape",
-            fix=estimate if len(missing) > 2 else " ".join(f"--set {name}=N" for name in missing) + f", or {estimate}",
+            fix=named if len(missing) > 2 else " ".join(f"--set {name}=N" for name in missing) + f", or {named}",
         )
     entry = shape.source.removeprefix("catalog ")
     return (

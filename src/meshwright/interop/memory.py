@@ -141,9 +141,10 @@ def _expert_values(model: Model) -> int:
 
 ADAPTER_BYTES = 12.0
 EIGHT_BIT_STATES = 0.4  # of the bytes of optimizer states in fp32, where a master copy may stay
-UNFUSED_BYTES = 8.0  # of a logit, beyond a fused loss
-HALF_LOSS_BYTES = 4.0  # the same, where logits are not cast to fp32
-SPLIT_LOSS_BYTES = 12.0  # the same, with DTensor's loss over a split vocabulary
+FUSED_BYTES = 4.0  # of a logit at the peak of a fused loss
+UNFUSED_BYTES = 12.0  # of one that is not
+HALF_LOSS_BYTES = 8.0  # the same, where logits are not cast to fp32
+SPLIT_LOSS_BYTES = 16.0  # the same, with DTensor's loss over a split vocabulary
 # Bytes of saved activations over those in 16 bits, where half of them, the inputs of products, are kept in 8 bits, or in 4 with a scale per 16.
 KEPT_SHARE = {**dict.fromkeys(FP8, 0.75), "fp4": 0.64}
 GIB = 2.0**30
@@ -179,13 +180,14 @@ def _with_plain_states(reading: SettingsReading) -> tuple[Plan, Stack]:
 
 
 def _unfused_loss(reading: SettingsReading) -> float:
-    """GiB of logits in the last stage beyond those of a fused loss."""
-    plan = reading.plan
-    if reading.facts.get("fused_loss") is not False or "loss" not in reading.stack.fused:
+    """GiB of logits in the last stage beyond what the stack's loss takes, where the settings state a loss that is not fused."""
+    plan, stack = reading.plan, reading.stack
+    if reading.facts.get("fused_loss") is not False:
         return 0.0
     is_split = plan.tp > 1 and reading.framework.name == "torchtitan"
-    beyond = SPLIT_LOSS_BYTES if is_split else HALF_LOSS_BYTES if reading.facts.get("half_loss") else UNFUSED_BYTES
-    return _logits(reading) * beyond / GIB
+    needed = SPLIT_LOSS_BYTES if is_split else HALF_LOSS_BYTES if reading.facts.get("half_loss") else UNFUSED_BYTES
+    counted = FUSED_BYTES if "loss" in stack.fused else stack.loss_bytes
+    return _logits(reading) * max(0.0, needed - counted) / GIB
 
 
 def _logits(reading: SettingsReading) -> float:

@@ -37,7 +37,7 @@ ALIASES = {
 HARDWARE = (
     (r"gb300", "gb300-nvl72"), (r"gb200", "gb200-nvl72"), (r"b300", "dgx-b300"), (r"b200", "dgx-b200"), (r"h200", "dgx-h200"),
     (r"h800", "dgx-h800"), (r"h100", "dgx-h100"), (r"a100.{0,6}40", "azure-nd-a100-v4"), (r"a[18]00", "dgx-a100"), (r"v100", "dgx-v100"),
-    (r"mi355", "mi355x-8"), (r"mi300", "mi300x-8"), (r"a10g", "aws-g5"),
+    (r"mi355", "mi355x-8"), (r"mi300", "mi300x-8"), (r"a10g", "aws-g5"), (r"a40(?!0)", "a40-pcie"),
 )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def catalog_cluster(hardware: object) -> str:
 
 
 # GB of GPUs that no cluster of the catalog has.
-OTHER_GPUS = ((r"[34]090|a10(?![0g])|l4(?!0)|a5000", 24), (r"5090", 32), (r"l40s?|a40|a6000|rtx.?[68]000", 48), (r"h20(?!0)", 96),
+OTHER_GPUS = ((r"[34]090|a10(?![0g])|l4(?!0)|a5000", 24), (r"5090", 32), (r"l40s?|a6000|rtx.?[68]000", 48), (r"h20(?!0)", 96),
               (r"t4|p100", 16))  # fmt: skip
 OTHER_HARDWARE = rf"(gb10|spark|tpu|npu|ascend|gaudi|rtx.?\d{{4}}|mi250x?|{'|'.join(name for name, _ in OTHER_GPUS)})"
 REPORTED = 0.988  # of the GB in a GPU's name, the GiB that the driver reports
