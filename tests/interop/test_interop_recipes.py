@@ -29,7 +29,7 @@ WRONG = {
 # Expert tensor parallelism is not set: refused when it was published, legal since Megatron-Bridge 0.6, which takes 1.
 LEGAL_NOW = {14}
 # Published mistakes that ran out of memory and that the cost model shows, with a correction that fits.
-FOUND_MEMORY = {44, 45, 47, 52, 53, 63, 64}
+FOUND_MEMORY = {44, 45, 47, 53, 63, 64}
 
 
 @cache
@@ -396,9 +396,10 @@ def test_quantised_weights_and_offloaded_parameters_take_less_memory() -> None:
         return found.memory_gib
 
     lora = gib_of(adapter="lora", lora_r=16)
-    assert lora - gib_of(adapter="qlora", lora_r=16, load_in_4bit=True) == pytest.approx(
-        8.03e9 * 2 * (1 - 4.5 / 16) / 2**30, rel=0.02
-    )
+    # The matrices of layers have 4 bits and a scale of a byte for 64; the largest of them in 16 bits is added where it is used.
+    matrices, largest = 6.98e9, 4096 * 14336 * 2
+    saved = matrices * (2 - 0.5 - (1 + 4 / 256) / 64) - largest
+    assert lora - gib_of(adapter="qlora", lora_r=16, load_in_4bit=True) == pytest.approx(saved / 2**30, rel=0.01)
     assert gib_of() > lora + 8.03e9 * 6 / 2**30 * 0.9
     saved = gib_of(adapter="lora", lora_r=16, gradient_checkpointing=False)
     assert (

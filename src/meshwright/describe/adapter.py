@@ -19,6 +19,7 @@ row, so that a cut between rows, or between blocks, quantises to the same number
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from math import sqrt
 from typing import Annotated, Literal
 
@@ -162,6 +163,15 @@ def plain(module: str) -> str:
 
 
 def matches(patterns: Sequence[str], module: str) -> bool:
-    """Whether one of the patterns names a module: a word of PEFT, or a pattern of our names."""
+    """Whether one of the patterns names a module: a word of PEFT, a pattern of such words, or a pattern of our names."""
     name = plain(module)
-    return any(name in WORDS[p] if p in WORDS else fnmatchcase(name, p.removeprefix("layers.*.")) for p in patterns)
+    return any(name in _words(p) or fnmatchcase(name, p.removeprefix("layers.*.")) for p in patterns)
+
+
+@cache
+def _words(pattern: str) -> frozenset[str]:
+    """The modules that a word of PEFT means, or that a pattern of such words does: `*_proj`."""
+    if pattern in WORDS:
+        return frozenset(WORDS[pattern])
+    words = [word for word in WORDS if "*" in pattern and fnmatchcase(word, pattern.removeprefix("*."))]
+    return frozenset(name for word in words for name in WORDS[word])

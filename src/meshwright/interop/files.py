@@ -280,12 +280,10 @@ def model_part(reading: SettingsReading, source: object, overrides: Sequence[str
             why=f"{reading.facts.get('model') or 'The model'} is not in the catalog, and the settings do not state all of its shape",
             fix=named if len(missing) > 2 else " ".join(f"--set {name}=N" for name in missing) + f", or {named}",
         )
-    entry = shape.source.removeprefix("catalog ")
-    return (
-        entry
-        if shape.source.startswith("catalog ") and shape.model.name == entry and not shape.changed
-        else shape.model.as_dict()
-    )
+    entry, adapter = shape.source.removeprefix("catalog "), shape.model.adapter
+    if not (shape.source.startswith("catalog ") and shape.model.name == entry and not shape.changed):
+        return shape.model.as_dict()
+    return {"extends": entry, "adapter": adapter.as_dict()} if adapter.on else entry
 
 
 def _node(cluster: Any) -> int:

@@ -125,9 +125,7 @@ def _expert_values(model: Model) -> int:
 
 # --- The peak memory of a reading: the cost model's, with corrections for what a plan cannot express.
 #
-# quantised   frozen weights have 4 or 8 bits, and a scale per 64 values; parameters that are offloaded take no memory of the GPU
-# adapters    only low-rank adapters have gradients and optimizer states: 12 bytes for each of their parameters (16-bit weight and
-#             gradient, two fp32 moments); frozen weights have no master copy
+# offload     parameters that are offloaded take no memory of the GPU
 # recompute   selective recompute of named modules, and activations that are offloaded by module or by layer (`kept_share`)
 # replicas    Megatron's hybrid FSDP can shard the optimizer states over the groups with copies of the parameters as well
 # shards      DeepSpeed's ZeRO-3 has 16-bit shards, and keeps up to `stage3_max_live_parameters` gathered: 10⁹ if it is not set
@@ -139,7 +137,6 @@ def _expert_values(model: Model) -> int:
 #             the outputs of those in flight: 2·M·v tensors of b·s·h beyond the saved inputs. Unless `return_outputs` is false, the last
 #             stage keeps the logits of all M micro-batches
 
-ADAPTER_BYTES = 12.0
 EIGHT_BIT_STATES = 0.4  # of the bytes of optimizer states in fp32, where a master copy may stay
 FUSED_BYTES = 4.0  # of a logit at the peak of a fused loss
 UNFUSED_BYTES = 12.0  # of one that is not
@@ -148,8 +145,7 @@ SPLIT_LOSS_BYTES = 16.0  # the same, with DTensor's loss over a split vocabulary
 # Bytes of saved activations over those in 16 bits, where half of them, the inputs of products, are kept in 8 bits, or in 4 with a scale per 16.
 KEPT_SHARE = {**dict.fromkeys(FP8, 0.75), "fp4": 0.64}
 GIB = 2.0**30
-DEFAULT_RANK = 16
-REPLACED_STATES = ("adapters", "pure_half", "quantised", "eight_bit_states", "offload_parameters", "offload_states")
+REPLACED_STATES = ("pure_half", "eight_bit_states", "offload_parameters", "offload_states")
 LIVE_PARAMETERS = 1e9  # default of DeepSpeed's stage3_max_live_parameters
 
 
@@ -172,7 +168,7 @@ def _with_plain_states(reading: SettingsReading) -> tuple[Plan, Stack]:
     """The plan and the stack whose memory `_stage` corrects: 16-bit weights without a master where other states take the place of the usual
     ones, and all states at the peak, because their sizes decide which moment of a step is the fullest."""
     facts, plan, stack = reading.facts, reading.plan, reading.stack
-    if any(facts.get(name) for name in ("adapters", "pure_half", "quantised")):
+    if facts.get("pure_half"):
         plan = plan.but(master=False)
     if any(facts.get(name) for name in REPLACED_STATES):
         stack = stack.but(lazy_gradients=False)
@@ -236,17 +232,11 @@ def _stage(parts: dict[str, float], share: float, reading: SettingsReading) -> f
     if facts.get("outer_optimizer"):
         out["optimizer"] /= plan.replicate
     out["slack"] = max(0.0, out["slack"] - reading.stack.allocator_slack * freed)
-    if adapters := facts.get("adapters"):
-        rank = adapters if isinstance(adapters, int) and not isinstance(adapters, bool) else DEFAULT_RANK
-        count = rank * (8 * model.hidden + 3 * (model.ffn or model.expert_width)) * model.layers / (plan.pp * plan.tp)
-        out |= {"gradients": 0.0, "optimizer": count * ADAPTER_BYTES / GIB}
-    elif facts.get("pure_half"):
+    if facts.get("pure_half") and not model.adapter.on:
         states = 1 if facts.get("eight_bit_states") else 2
         out |= {"gradients": out["parameters"], "optimizer": states * out["parameters"]}
     elif facts.get("eight_bit_states"):
         out["optimizer"] *= EIGHT_BIT_STATES
-    if isinstance(bits := facts.get("quantised"), int) and 0 < bits < 16:  # with a scale per 64 values
-        out |= {name: out[name] * (bits + 0.5) / 16 for name in ("parameters", "gathered")}
     if facts.get("offload_parameters"):
         out |= {"parameters": 0.0, "gradients": 0.0}
     elif (

@@ -22,6 +22,7 @@ from meshwright.describe.legality.case import completed
 from meshwright.describe.legality.case import written as as_options
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError, shown
+from meshwright.interop.adapters import with_adapter
 from meshwright.interop.assemble import switch_plan, switch_stack
 from meshwright.interop.files import parse, recognise
 from meshwright.interop.keys import INVALID, Facts, Framework, Key, plain
@@ -185,7 +186,8 @@ def wanted_config(reading: SettingsReading, target: Framework, overrides: tuple[
     stack = stack.but(**switch_stack(stated, plan, stack))
     cluster = {"extends": catalog_cluster(reading.hardware) or CLUSTER, "gpus": reading.plan.world}
     model = known_model(reading) if names_model(target) else reading.shape.model
-    return Config.from_parts(model, cluster, stack, reading.assembled.workload, plan, overrides=list(overrides))
+    config = Config.from_parts(model, cluster, stack, reading.assembled.workload, plan, overrides=list(overrides))
+    return config if config.adapter.on else config.but(model=with_adapter(config.model, reading.adapter))
 
 
 def in_manner_of(config: Config, target: Framework, with_model: bool = True) -> Config:

@@ -7,11 +7,13 @@ from functools import cached_property
 from typing import Any, Literal
 
 from meshwright.describe import catalog, legality
+from meshwright.describe.adapter import Adapter
 from meshwright.describe.legality import Case
 from meshwright.describe.plan import Plan, framework_stages
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
+from meshwright.interop.adapters import adapter_of, with_adapter
 from meshwright.interop.assemble import Assembled, assemble
 from meshwright.interop.keys import Facts, Framework, SettingsProblem, Understood, flags, read_facts
 from meshwright.interop.rules import check_rules
@@ -182,6 +184,7 @@ class SettingsReading:
     hardware: str = ""
     problems: list[SettingsProblem] = field(default_factory=list)
     gpus_are_least: bool = False
+    adapter: Adapter = field(default_factory=Adapter)
 
     @property
     def facts(self) -> Facts:
@@ -243,7 +246,10 @@ def understand(
         assembled.plan |= {"layers_per_stage": stages} if stages else {}
     if unstated := [axis for axis in assembled.exposed if f"overlap_{axis}" not in understood.sources]:
         assembled.assumed.append(f"no overlap of {', '.join(unstated)}: the framework's default")
-    reading = SettingsReading(framework, understood, assembled, found, hardware)
+    adapter = adapter_of(facts)
+    if found.complete:
+        found = replace(found, model=with_adapter(found.model, adapter))
+    reading = SettingsReading(framework, understood, assembled, found, hardware, adapter=adapter)
     reading.problems = [*assembled.problems, *check_facts(reading.facts, framework, assembled, found, hardware, merged)]
     if framework.layout_in_code and not found.layers_stated and LAYOUT_IN_CODE.search(name.lower() or model.lower()):
         reading.problems = [_less_certain(p) for p in reading.problems]

@@ -19,6 +19,7 @@ from meshwright.describe.plan import Plan, in_framework
 from meshwright.describe.variants import ATTENTIONS
 from meshwright.describe.workload import FP8, Workload
 from meshwright.errors import MeshwrightError
+from meshwright.interop.adapters import adapter_differences, adapter_facts
 from meshwright.interop.assemble import STAGES, switch_differences, switch_facts
 from meshwright.interop.files import SCRIPTS, YAML
 from meshwright.interop.keys import Facts, Form, Framework, Settings, nested, write_settings
@@ -42,6 +43,7 @@ def express(config: Config) -> Facts:
         **_batch(plan, workload),
         **_memory(plan, workload),
         **_shape(model),
+        **adapter_facts(model),
         **switch_facts(config),
     }
 
@@ -167,7 +169,7 @@ def difference(config: Config, back: SettingsReading) -> dict[str, tuple[Any, An
     kind = ATTENTIONS[config.model.attention]
     if config.model.kind == "transformer" and not {"*", back.framework.name} & set(kind.frameworks):
         out["model.attention"] = (kind.name, "gqa")
-    return out | switch_differences(config, plan, back.stack)
+    return out | adapter_differences(config.model, back.adapter) | switch_differences(config, plan, back.stack)
 
 
 def _same(name: str, config: Config, other: Any) -> bool:

@@ -44,9 +44,15 @@ def _derive(facts: Facts) -> None:
         facts["model.attention"] = "mla"
     if facts.get("quantised") == 32:
         facts.pop("quantised")
+    if facts.get("adapter_kind"):
+        facts.setdefault("adapters", 8)  # the defaults of its LoRA
+        facts.setdefault("adapter_alpha", 32)
 
 
 def _restate(facts: Facts) -> None:
+    if facts.get("adapter_kind"):
+        facts["adapter_kind"] = "lora"
+        facts["adapter_targets"] = [f"*.{word}" for word in facts.get("adapter_targets") or ()] or None
     replicas = facts.pop("sharding", "none") == "none"
     only_data = all((facts.get(axis) or 1) == 1 for axis in ("tp", "cp", "pp", "ep"))
     facts["fsdp"] = "ddp" if replicas and only_data else "fsdp2"
@@ -116,9 +122,13 @@ TABLE = Table(
         Key("loss_fn.fp32_upcast", "half_loss", words={True: False, False: True}, read_only=True),
         Key("loss_fn._target_", "fused_loss", match=(("linear_ce|fused", True), (".", False))),
         Key("model.attn_implementation", "eager", words={"eager": True}, match=((".", None),), was=("model.backend.attn",), read_only=True),
-        Key("peft.dim", "adapters", read_only=True),
-        Key("quantization.load_in_4bit", "quantised", words={True: 4, False: 32}, read_only=True),
-        Key("quantization.load_in_8bit", "quantised", words={True: 8, False: None}, read_only=True),
+        Key("peft._target_", "adapter_kind", words={"nemo_automodel.components._peft.lora.PeftConfig": "lora"}, match=((".", "lora"),)),
+        *rows((("dim", "adapters"), ("alpha", "adapter_alpha"), ("dropout", "adapter_dropout"), ("target_modules", "adapter_targets")), prefix="peft."),
+        Key("peft.match_all_linear", "adapter_all", words={True: True, False: None}),
+        Key("peft.moe_rank_scaling", "adapter_shared_rank", words={True: True, False: None}),
+        Key("quantization.load_in_4bit", "quantised", words={True: 4, False: 32}),
+        Key("quantization.load_in_8bit", "quantised", words={True: 8, False: None}),
+        Key("quantization.bnb_4bit_use_double_quant", "double_quantised", words={True: True, False: None}),
         Key("model.backend.dispatcher", "dispatcher", read_only=True),
         Key("ci.nodes", "nodes", was=("benchmark.num_nodes", "skypilot.num_nodes"), read_only=True),
         Key("ci.nproc_per_node", "gpus_per_node", read_only=True),

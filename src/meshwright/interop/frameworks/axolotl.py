@@ -92,6 +92,8 @@ def _derive_axolotl(facts: Facts) -> None:
         facts["adapters"] = 32
     if facts.get("adapter_kind") is None:
         facts.pop("adapters", None)
+    elif facts.get("quantised") == 4:
+        facts.setdefault("double_quantised", True)  # its default for QLoRA
 
 
 AXOLOTL_TABLE = Table(
@@ -131,10 +133,13 @@ AXOLOTL_TABLE = Table(
         Key("plugins", "fused_loss", match=(("CutCrossEntropy", True), (".", None)), read_only=True),
         *(Key(name, "fused_loss", words={True: True, False: None}, read_only=True)
           for name in ("cut_cross_entropy", "chunked_cross_entropy", "liger_fused_linear_cross_entropy")),
-        Key("adapter", "adapter_kind", words={"lora": "lora", "qlora": "qlora", None: None}, read_only=True),
-        Key("lora_r", "adapters", read_only=True),
-        Key("load_in_4bit", "quantised", words={True: 4, False: None}, read_only=True),
-        Key("load_in_8bit", "quantised", words={True: 8, False: None}, read_only=True),
+        Key("adapter", "adapter_kind", words={"lora": "lora", "qlora": "qlora", None: None}),
+        *rows((("lora_r", "adapters"), ("lora_alpha", "adapter_alpha"), ("lora_dropout", "adapter_dropout"), ("lora_target_modules", "adapter_targets"),
+               ("lora_modules_to_save", "adapter_trains"))),
+        *(Key(name, fact, words={True: True, False: None}) for name, fact in (("lora_target_linear", "adapter_all"), ("peft_use_rslora", "adapter_root"))),
+        Key("load_in_4bit", "quantised", words={True: 4, False: None}),
+        Key("load_in_8bit", "quantised", words={True: 8, False: None}),
+        Key("bnb_config_kwargs.bnb_4bit_use_double_quant", "double_quantised", words=SWITCH),
         *FILE,
         Key("ray_num_workers", "gpus", read_only=True),
         *(key.only_read() for key in BLOCK if key.fact not in ("accumulation", "offload_parameters")),

@@ -6,6 +6,7 @@ run on Megatron-Core, whose rules apply.
 
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
+from meshwright.interop.adapters import fused_words
 from meshwright.interop.frameworks.megatron import (
     CP_KINDS,
     FORMATS,
@@ -60,11 +61,28 @@ def _derive(facts: Facts) -> None:
         facts["sp"] = False
     if facts.get("adapter_kind") in (None, "none") and not facts.get("adapters"):
         facts.pop("adapters", None)
-    elif not facts.get("adapters"):
-        facts["adapters"] = 32  # the default of its LoRA
+    else:  # the defaults of its LoRA
+        facts.setdefault("adapters", 32)
+        facts.setdefault("adapter_alpha", 32)
+        facts.setdefault("adapter_targets", list(LORA_WORDS.values()))
+
+
+# What Megatron joins into one matrix, by our words for its parts.
+LORA_WORDS = {
+    ("q_proj", "k_proj", "v_proj"): "linear_qkv",
+    ("o_proj",): "linear_proj",
+    ("gate_proj", "up_proj"): "linear_fc1",
+    ("down_proj",): "linear_fc2",
+}
 
 
 def _restate(facts: Facts) -> None:
+    if facts.get("adapter_kind"):
+        facts["adapter_kind"] = "lora" if not facts.get("quantised") else None
+        words = list(LORA_WORDS.values())
+        facts["adapter_targets"] = (
+            words if facts.get("adapter_all") else fused_words(facts.get("adapter_targets"), LORA_WORDS)
+        )
     facts["async_linears"] = None
     restate_sharding(facts)
     restate_recompute(facts)
@@ -152,7 +170,9 @@ TABLE = Table(
         Key("ddp.bucket_size", "bucket_elements", read_only=True),
         Key(M + "cross_entropy_fusion_impl", "fused_loss", words={"te": True, "native": False}, read_only=True),
         Key("peft", "adapter_kind", match=(("lora|dora|peft", "lora"), (".", None)), was=("task",)),
-        Key("peft.dim", "adapters", was=("lora_rank", "peft_dim"), read_only=True),
+        Key("peft._target_", "adapter_kind", words={"megatron.bridge.peft.lora.LoRA": "lora"}, match=((".", "lora"),)),
+        Key("peft.dim", "adapters", was=("lora_rank", "peft_dim")),
+        *rows((("alpha", "adapter_alpha"), ("dropout", "adapter_dropout"), ("target_modules", "adapter_targets")), prefix="peft."),
         Key(M + "moe_flex_dispatcher_backend", "dispatcher", was=("moe_flex_dispatcher_backend",), read_only=True),
         Key(M + "moe_token_dispatcher_type", "dispatcher_type", was=("moe_token_dispatcher_type",), read_only=True),
         *rows((("env_vars.NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", "nvlink_domain"), ("num_gpus", "gpus")), read_only=True),

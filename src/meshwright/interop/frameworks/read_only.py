@@ -181,6 +181,11 @@ TRAINER_KEYS = (
     Key("tuner_type", "adapter_kind", match=(("lora", "lora"), (".", "full")), was=("train_type", "sft_type")),
     Key("use_peft", "adapter_kind", words={True: "lora", False: "full"}),
     Key("lora_rank", "adapters", was=("lora_r",)),
+    *rows((("lora_alpha", "adapter_alpha"), ("lora_dropout", "adapter_dropout"))),
+    Key("lora_target_modules", "adapter_targets", was=("lora_target",)),
+    Key("lora_modules_to_save", "adapter_trains", was=("additional_target",)),
+    Key("use_rslora", "adapter_root", words={True: True, False: None}),
+    Key("use_bnb_nested_quant", "double_quantised", words={True: True, False: None}, was=("double_quantization",)),
     Key("load_in_4bit", "quantised", words={True: 4, False: None}),
     Key("load_in_8bit", "quantised", words={True: 8, False: None}),
     *rows((("quant_bits", "quantised"), ("sequence_parallel_size", "sequence_ranks"))),
@@ -219,7 +224,10 @@ def _factory(facts: Facts) -> None:
     if facts.get("adapter_kind") != "lora":
         facts.pop("adapters", None)
     else:
-        facts["adapters"] = facts.get("adapters") or 8  # the framework's default
+        facts["adapters"] = facts.get("adapters") or 8  # the framework's defaults
+        facts.setdefault("adapter_alpha", 2 * facts["adapters"])
+        facts.setdefault("adapter_targets", "all")
+        facts.setdefault("double_quantised", True)
     facts.setdefault("half", "bf16")
     by_megatron = any(facts.get(axis, 1) > 1 for axis in ("tp", "pp", "ep")) or facts.get("zero")
     if by_megatron or (not kind and facts["sharding"] != "none"):  # off in Megatron and in its files of DeepSpeed
@@ -285,6 +293,7 @@ MS_SWIFT = Framework(
             *MEGATRON_KEYS,
             *TRAINER_KEYS,
             Key("recompute_granularity", "recompute", words={"full": "full", "selective": "selective", "none": "none"}),
+            Key("target_modules", "adapter_targets", default="all-linear"),
         ),
         not_modelled=OTHERS,
         derive=_trainer,

@@ -27,14 +27,11 @@ from meshwright.units import Json
 
 LEAST_RECIPES = 20  # for which starting another process pays
 SLOW = 0.10  # share of the step that the fix saves
-# Patterns that settings exclude. Adapters have no gradients of all weights. A larger micro-batch saves host time, which CUDA graphs do not need,
+# Patterns that settings exclude. A larger micro-batch saves host time, which CUDA graphs do not need,
 # and a micro-batch of packed samples is one sequence. DeepEP and HybridEP send a token to a node once, which the cost of the exchange does not have.
-GRADIENTS, MICROBATCH = ("MW-LINT-002", "MW-LINT-010", "MW-LINT-016", "MW-LINT-017"), ("MW-LINT-005",)
-EXCLUDED = {"adapters": GRADIENTS, "cuda_graphs": MICROBATCH, "packed_seq": MICROBATCH, "dispatcher": ("MW-LINT-009",)}
-SHARDS = ("replicate", "shard", "zero", "bucket", "wrap", "reduce")
-FIELDS = {
-    "adapters": SHARDS, "cuda_graphs": ("microbatch",), "packed_seq": ("microbatch",), "dispatcher": ("ep", "expert_tp"),
-}  # fmt: skip
+MICROBATCH = ("MW-LINT-005",)
+EXCLUDED = {"cuda_graphs": MICROBATCH, "packed_seq": MICROBATCH, "dispatcher": ("MW-LINT-009",)}
+FIELDS = {"cuda_graphs": ("microbatch",), "packed_seq": ("microbatch",), "dispatcher": ("ep", "expert_tp")}
 
 
 def judge_all(recipes: Sequence[Json]) -> Iterator[RecipeVerdict]:
