@@ -167,6 +167,7 @@ EXAMPLES = {
     "context_divides_sequence": ({"cp": 8}, LLAMA, {"seq": 8}),
     "ulysses_divides_heads": ({"tp": 1, "cp": 8, "cp_kind": "ulysses"}, LEARNED, {}),
     "experts_exist": ({"ep": 2, "replicate": 8}, LLAMA, {}),
+    "loads_are_of_the_experts": ({"replicate": 8}, MIXTRAL, {"loads": (1.0, 2.0)}),
     "experts_divide": ({"ep": 4, "replicate": 8}, PLAIN_MOE, {}),
     "expert_tensor_divides_tensor": ({"tp": 2, "replicate": 4, "expert_tp": 3}, PLAIN_MOE, {}),
     "expert_tensor_divides_width": ({"tp": 2, "replicate": 4}, PLAIN_MOE, {}),

@@ -147,6 +147,25 @@ def test_imbalance_lengthens_the_experts_of_the_busiest_rank():
     assert experts(skewed) == pytest.approx(1.5 * experts(even))
 
 
+def test_measured_loads_give_the_busiest_rank_of_each_plan():
+    """16 experts of which the first gets half of all tokens: alone on its rank, or beside others; a capacity cuts what it takes."""
+    loads = (15.0, *[1.0] * 15)
+    work = WORK.but(loads=loads)
+    for ep, busiest in ((1, 1.0), (2, 22 / 15), (4, 18 / 7.5), (16, 8.0)):
+        even, skewed = (lowered(MOE.but(experts=16), w, ep=ep, replicate=16) for w in (WORK, work))
+        for name in ("experts-up", "dispatch", "combine"):
+            key = "flops" if name == "experts-up" else "message_bytes"
+            a, b = (
+                next((one(getattr(op, key)) for _, op in p.ops("moe") if op.name == name), 0.0) for p in (even, skewed)
+            )
+            assert b == pytest.approx(busiest * a), (ep, name)
+        kept = sum(sum(even.saved["moe"].values())), sum(sum(skewed.saved["moe"].values()))
+        assert (kept[1] > kept[0]) == (busiest > 1)
+    router = MOE.router.but(capacity=2.0)
+    assert router.busiest(1.0, loads, 16.0) == pytest.approx(2.0)
+    assert router.dropped(loads) == pytest.approx(6 / 16)
+
+
 @pytest.mark.parametrize(
     ("model", "block"), [(GPT, "dense"), (GQA, "dense"), (MOE, "moe"), (MLA, "moe"), (MLP, "dense")]
 )

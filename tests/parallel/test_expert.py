@@ -98,8 +98,8 @@ def test_capacity_and_choice_change_what_is_lowered():
 
     (flops, sent, nothing), half, one, chosen = sums(), sums(capacity=0.5), sums(capacity=1.0), sums(choice="expert")
     assert nothing == 0
-    assert (half[0], half[1]) == (flops / 4, sent / 2)
-    assert (one[0], one[1]) == (chosen[0], chosen[1]) == (flops / 2, sent)
+    assert (half[0], half[1]) == (flops / 4, sent / 4)
+    assert (one[0], one[1]) == (chosen[0], chosen[1]) == (flops / 2, sent / 2)
     assert half[2] == chosen[2] == 8 * 4 * 4 * 4  # a sequence, four ranks, four experts, fp32
 
 

@@ -1,9 +1,11 @@
 """Parts of a model's shape with fields of their own: rotary positions, the router of experts, convolutions."""
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from pydantic import Field
 
 from meshwright.describe.base import Described, Size, Whole
@@ -189,11 +191,27 @@ class RouterOptions(Described):
         """Whether the capacity can drop copies. An expert that all T tokens choose keeps c·T·k/E of them: all if c ≥ E/k."""
         return self.choice == "token" and 0 < self.capacity < experts / top_k
 
-    def busiest(self, imbalance: float) -> float:
-        """Load of the busiest expert over the mean; without a capacity limit it would be `imbalance`."""
+    def busiest(self, imbalance: float, loads: Sequence[float] = (), ranks: Any = 1.0) -> Any:
+        """Load of the busiest rank over the mean: `imbalance`, or that of measured `loads` of the experts over these numbers of ranks (an array
+        over plans), each with as many experts in order. A capacity limits the load of every expert."""
         if self.choice == "expert":
             return self.travelling
-        return min(imbalance, self.capacity) if self.capacity else imbalance
+        if not sum(loads):
+            return min(imbalance, self.capacity) if self.capacity else imbalance
+        shares = self._kept(loads)
+        divided = {
+            n: shares.reshape(n, -1).mean(1).max() for n in {int(n) for n in np.ravel(ranks)} if len(loads) % n == 0
+        }
+        return np.array([divided.get(int(n), 1.0) for n in np.ravel(ranks)])
+
+    def dropped(self, loads: Sequence[float]) -> float:
+        """Share of the token copies that the capacity drops with these loads of the experts."""
+        return float(1 - self._kept(loads).mean()) if sum(loads) and self.choice == "token" else 0.0
+
+    def _kept(self, loads: Sequence[float]) -> np.ndarray:
+        """Loads over their mean, as far as the capacity takes them."""
+        shares = np.array(loads) / np.mean(loads)
+        return np.minimum(shares, self.capacity) if self.capacity else shares
 
 
 # --- Residual networks with bottleneck blocks: `[model.resnet]` (He et al. 2016; ResNet-50 is stages 3, 4, 6, 3).

@@ -1,6 +1,6 @@
 """The training workload: batch, sequence length, precision, optimizer and token budget."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -29,6 +29,8 @@ class Workload(Described):
     """token budget of the whole training; 0: not given"""
     imbalance: float = Field(default=1.0, ge=1)
     """tokens of the busiest expert rank over the mean"""
+    loads: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = ()
+    """tokens that each expert gets, as measured, in any unit: the busiest rank of each plan follows from them in the place of imbalance"""
 
     @property
     def tokens_per_step(self) -> int:

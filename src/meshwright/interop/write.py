@@ -185,6 +185,7 @@ def _same(name: str, config: Config, other: Any) -> bool:
         "order": tuple(plan.order) in ((), tuple(config.stack.order)),
         "tokens": True,
         "imbalance": True,
+        "loads": True,
         "clip": True,
         "optimizer": {config.workload.optimizer, other} <= {"adam", "adamw"},
     }

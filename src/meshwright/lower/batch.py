@@ -101,6 +101,7 @@ class Batch(PlanArrays):
         self.microbatches = workload.batch / (self.microbatch * self.dp)
         # Tokens of one micro-batch on one rank; a model without a sequence has one "token" per sample.
         self.tokens = self.microbatch * (workload.seq if model.kind == "transformer" else 1.0) / self.cp
+        self.busiest = model.router.busiest(workload.imbalance, workload.loads, self.ep)  # load of an expert rank
         self.seq_split = np.where(self.sp, self.tp, 1.0)  # what shards the regions between the products
         self.order = np.where(plans.order == STACK_ORDER, ORDERS.index(tuple(stack.order)), plans.order)
         self._set_dtypes(plans)

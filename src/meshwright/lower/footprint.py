@@ -187,8 +187,7 @@ def saved(b: Batch, block: ParameterBlock, element: float, recompute: bool = Tru
         conditions.add("unfused-activation")
     if not b.stack.weighs_activations:
         conditions.add("weighted-outputs")
-    busiest = b.model.router.busiest(b.workload.imbalance)
-    splits: dict[str, Array] = {"tensor": b.tp, "sequence": b.seq_split, "expert": b.tp / busiest, "whole": 1.0}
+    splits: dict[str, Array] = {"tensor": b.tp, "sequence": b.seq_split, "expert": b.tp / b.busiest, "whole": 1.0}
     # A KV head is never cut; the all-gather form brings a row-split product's input whole to every rank.
     kv_split = np.minimum(b.tp, block.attention.kv_heads) if block.attention else b.tp
     row_split = np.where(b.gather_form, 1.0, b.tp)

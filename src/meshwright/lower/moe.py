@@ -6,7 +6,8 @@ layer and micro-batch. (4·B·S·H·(E−1)/E, an often quoted formula, omits k 
 
 Experts re-factorise the ranks of a stage: expert_tp · ep · expert_dp = tp · cp · dp. A rank dispatches 1/tp of its tensor-parallel
 group's tokens, and an all-gather over expert_tp completes the input of a split expert (a reduce-scatter its output). The busiest rank
-receives `imbalance` times the mean, or its capacity; a capacity below 1 drops copies before they are sent. Where experts compare
+receives `Batch.busiest` times the mean (its capacity at most), and all wait for it: its products and its messages are those of the step. A
+capacity below 1 drops copies before they are sent. Where experts compare
 tokens, the scores of all tokens are gathered. A router's product is priced at the rate of 16-bit operands, as published stacks and
 our trainer on GPUs run it (`models.wide_products`: float32 results of bf16 operands). Latent experts (`expert_hidden`) work in a narrower
 width than the model: one product before dispatch and one after combine project each token down and up, and what is sent shrinks with the
@@ -44,20 +45,21 @@ def experts(low: LayerLowering) -> None:
     sent_copies = m.top_k * m.router.travelling
     copies = own * sent_copies * m.routed_width * e
     _permute(low, copies)
+    received = own * m.top_k * np.maximum(b.busiest, m.router.travelling) * m.routed_width * e
     with_ep = (b.ep > 1) * 1.0
     with_etp = (b.etp > 1) * 1.0
     for phase in ("F", "I"):
         name = "dispatch" if phase == "F" else "combine-grad"
-        low.collective(phase, name, "experts", "all_to_all", "ep", copies, with_ep, copies=sent_copies)
-        low.collective(phase, "expert-gather", "experts", "all_gather", "expert_tp", copies * b.etp, with_etp)
+        low.collective(phase, name, "experts", "all_to_all", "ep", received, with_ep, copies=sent_copies)
+        low.collective(phase, "expert-gather", "experts", "all_gather", "expert_tp", received * b.etp, with_etp)
     # The numbers of copies are exchanged first.
     low.collective("F", "counts", "experts", "all_to_all", "ep", COUNT_BYTES * m.experts, with_ep)
     low.collective("F", "counts", "experts", "all_gather", "expert_tp", COUNT_BYTES * m.experts * b.etp, with_etp)
-    _experts(low, own * m.top_k * b.etp * m.router.busiest(b.workload.imbalance))
+    _experts(low, own * m.top_k * b.etp * b.busiest)
     for phase in ("F", "I"):
-        low.collective(phase, "expert-scatter", "experts", "reduce_scatter", "expert_tp", copies * b.etp, with_etp)
+        low.collective(phase, "expert-scatter", "experts", "reduce_scatter", "expert_tp", received * b.etp, with_etp)
         name = "combine" if phase == "F" else "dispatch-grad"
-        low.collective(phase, name, "experts", "all_to_all", "ep", copies, with_ep, copies=sent_copies)
+        low.collective(phase, name, "experts", "all_to_all", "ep", received, with_ep, copies=sent_copies)
     _permute(low, copies)
     if m.expert_hidden:
         low.gemm("latent-up", "latent", own, m.hidden, m.expert_hidden)

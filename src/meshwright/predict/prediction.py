@@ -71,6 +71,7 @@ def prediction(cost: StepCost, config: Config, at: int = 0) -> Prediction:
             *config.assumed,
             *model.notes,
             *without_sequence(model),
+            *expert_load(config),
             *dropped_copies(model, plan),
             *unpublished_network(plan, cluster),
         ],
@@ -129,6 +130,18 @@ def unpublished_network(plan: Plan, cluster: Cluster) -> list[str]:
         f"network of {cluster.name}: no run or collective is published {known}; the band holds twice the time of communication between nodes, "
         "and `meshwright bench` with `calibrate` measures it"
     ]
+
+
+def expert_load(config: Config) -> list[str]:
+    """Say which load of experts was assumed, where it is not even."""
+    model, loads = config.model, config.workload.loads
+    busiest = float(np.max(model.router.busiest(config.workload.imbalance, loads, config.plan.ep)))
+    if not model.experts or busiest == 1 or not (loads or config.workload.imbalance != 1):
+        return []
+    ranks = f"of {config.plan.ep} expert-parallel ranks the busiest" if config.plan.ep > 1 else "a rank"
+    dropped = model.router.dropped(loads)
+    drops = f"; capacity {model.router.capacity:g} drops {dropped:.1%} of the token copies" if dropped else ""
+    return [f"expert load: {ranks} has {busiest:.3g} times the mean, in each layer{drops}"]
 
 
 def dropped_copies(model: Model, plan: Plan) -> list[str]:

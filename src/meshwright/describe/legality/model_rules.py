@@ -282,6 +282,17 @@ def experts_exist(p: Case) -> Reading:
     yield Problem(f"{named} but {p.model.name} has no experts", fixes=[{"plan.ep": 1, "plan.expert_tp": 0}])
 
 
+@rule("MW-PLAN-010", "model", "workload")
+def loads_are_of_the_experts(p: Case) -> Reading:
+    given = len(p.workload.loads)
+    yield (given > 0) & ((given != p.model.experts) | (sum(p.workload.loads) == 0))
+    yield Problem(
+        f"workload.loads has {given} numbers, and {p.model.name} {p.model.experts} experts",
+        why="Each number is the tokens of one expert; one of them is above 0",
+        fixes=[{"workload.loads": ()}],
+    )
+
+
 @rule("MW-PLAN-010", "model")
 def experts_divide(p: Case) -> Reading:
     yield (p.model.experts > 0) & (p.model.experts % p.ep != 0)
