@@ -41,7 +41,7 @@ def vocabulary() -> dict[str, list[str]]:
             flags = [flag for p in inner.params for flag in (*p.opts, *p.secondary_opts) if flag.startswith("--")]
             out[path] = [*getattr(inner, "commands", {}), *flags, "--help"]
     for topic in TOPICS:
-        flags = (f"--{option.replace('_', '-')}" for option in sorted(options_of(topic) - {"names"}))
+        flags = [f"--{option.replace('_', '-')}" for option in sorted(options_of(topic) - {"names"})]
         out[f"show {topic}"] = [*flags, "--json", "--help"]
     out["show"] = [*TOPICS, "--json", "--help"]
     for name in ("plan", "estimate"):
