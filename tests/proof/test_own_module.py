@@ -80,6 +80,18 @@ class Centred(Net):
         return self.head(x - x.mean(0, keepdim=True))
 
 
+class Counting(Net):
+    """Its buffer depends on the batch of a rank, and no gradient does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, ids):
+        self.seen += len(ids)
+        return super().forward(ids)
+
+
 class OwnLoss(Net):
     """Returns its loss, and takes a dictionary."""
 
@@ -202,6 +214,12 @@ def test_batch_statistics_without_the_check_are_named():
 
 def test_batch_statistics_are_those_of_one_device():
     assert proof_of(BatchNormed, {"replicate": 2}).passed
+
+
+def test_a_difference_in_the_last_step_has_a_meaning():
+    """What differs is the change of a buffer since the step before, or since the start."""
+    proof = proof_of(Counting, {"replicate": 2}, steps=1, check=False)
+    assert str(proof.decisive.diagnosis) == "update: a factor, × 0.5 = 1/dp"
 
 
 def test_what_parallelize_refuses_is_one_sentence():

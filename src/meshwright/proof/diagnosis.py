@@ -269,7 +269,7 @@ def decayed_again(one: Trace, many: list[Trace], first: Break) -> Pattern | None
     shares = set()
     for copy in copies_of(one, many, "parameter", first.name, first.step):
         extra, weights = copy.got - copy.expected, full.values[first.step][copy.box]
-        if not same(extra, ratio(extra, weights) * weights):
+        if extra.size == 1 or not same(extra, ratio(extra, weights) * weights):
             return None
         shares.add(round(ratio(extra, weights), 9))
     return (

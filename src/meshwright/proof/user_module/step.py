@@ -28,6 +28,7 @@ from meshwright.describe.optimizer import Optimizer
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.user_module.batches import call, map_tensors, microbatches, samples_in, tensors_in
 from meshwright.proof.records import PieceTrace, Trace
+from meshwright.proof.trace import as_array
 from meshwright.proof.user_module.code import load, one_sentence
 from meshwright.proof.user_module.job import FACTORY, ModuleJob, Reference
 from meshwright.training.launch.rank import RankContext
@@ -197,6 +198,7 @@ def record_under_plan(context: RankContext, job: ModuleJob) -> Trace:
             batch_first=job.batch_first,
             check=job.check,
         )
+        recorder.trace.coordinates = parallel.mesh.coordinates
         for step in range(job.steps):
             inputs, targets = microbatches(*setting.batch(step), rows // plan.dp, dim)[parallel.data_rank]
             train_step(parallel, inputs, targets, recorder)
@@ -220,8 +222,8 @@ class Recorder:
         state = module.state_dict()
         buffers = [n for n, b in module.named_buffers() if n in state and b.is_floating_point()]
         self.shapes = parameters | {name: state[name].shape for name in buffers}
-        # Two copies of two values, on one device and on rank 0.
-        needed = 4.0 * 8 * steps * sum(shape.numel() for shape in self.shapes.values())
+        # Two copies, on one device and on rank 0, of two values per step and of the first one.
+        needed = 2.0 * 8 * (2 * steps + 1) * sum(shape.numel() for shape in self.shapes.values())
         if needed > available_memory():
             raise MeshwrightError(
                 "MW-VERIFY-005",
@@ -229,20 +231,20 @@ class Recorder:
                 why="Every gradient and parameter of every step is compared, in float64",
                 fix="a smaller configuration in make(), with the same kinds of layers, or --steps 2",
             )
-        pieces = [PieceTrace(name, (0,) * len(shape)) for name, shape in self.shapes.items()]
+        pieces = [PieceTrace(n, (0,) * len(shape), initial=as_array(state[n])) for n, shape in self.shapes.items()]
         self.trace = Trace(context.rank, dtype, pieces=pieces)
 
     def add_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
         for piece in self.trace.pieces:
             gradient = gradients.get(piece.name)
             shape = tuple(self.shapes[piece.name])
-            piece.gradients.append(np.zeros(shape) if gradient is None else gradient.cpu().numpy().copy())
+            piece.gradients.append(np.zeros(shape) if gradient is None else as_array(gradient))
 
     def add_step(self, loss: float, norm: float, state: dict[str, torch.Tensor]) -> None:
         self.trace.losses.append(loss)
         self.trace.norms.append(norm)
         for piece in self.trace.pieces:
-            piece.parameters.append(state[piece.name].detach().cpu().numpy().copy())
+            piece.parameters.append(as_array(state[piece.name]))
         self.context.send(f"step {len(self.trace.losses)}")
 
     def without_copies(self) -> Trace:
