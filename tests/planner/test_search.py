@@ -72,15 +72,14 @@ def test_the_search_finds_what_costing_every_plan_finds(name):
 @pytest.mark.parametrize(
     ("model", "gpus", "fields"),
     [
-        ("dense", 4, {"fix": ["microbatch=1"], "without": ["reorder", "recompute"]}),
-        ("tied", 4, {"fix": ["pp=2"], "without": ["recompute"]}),
         ("dense", 8, {"fix": ["pp=4", "recompute=none"], "most": ["zero=1"], "without": ["reorder"]}),
         ("moe", 4, {"fix": ["pp=2", "microbatch=2"], "without": ["reorder", "recompute", "cp"]}),
-        pytest.param(
-            "hybrid",
-            4,
-            {"fix": ["pp=2", "microbatch=2"], "without": ["reorder", "recompute", "cp"]},
-            marks=pytest.mark.slow,
+        *soak(
+            [
+                ("dense", 4, {"fix": ["microbatch=1"], "without": ["reorder", "recompute"]}),
+                ("tied", 4, {"fix": ["pp=2"], "without": ["recompute"]}),
+                ("hybrid", 4, {"fix": ["pp=2", "microbatch=2"], "without": ["reorder", "recompute", "cp"]}),
+            ]
         ),
     ],
 )
@@ -203,7 +202,7 @@ def test_headroom_is_kept():
 def test_the_same_question_has_the_same_answer_and_progress_ends_at_one():
     seen: list[float] = []
     first, second = (
-        rank(problem("tight"), found) for found in (searched("tight"), search(problem("tight"), progress=seen.append))
+        rank(problem("dense"), found) for found in (searched("dense"), search(problem("dense"), progress=seen.append))
     )
     assert [c.plan for c in first.leaders] == [c.plan for c in second.leaders]
     assert seen[-1] == 1.0
@@ -299,7 +298,8 @@ def test_free_memory_decides_before_fewer_parts_and_only_within_one_percent():
 
 
 def test_the_front_trades_time_for_headroom():
-    front = rank(problem("tight"), searched("tight")).front
+    front = rank(problem("blocking"), searched("blocking")).front
+    assert len(front) > 1
     assert all(a.time <= b.time and a.memory > b.memory for a, b in pairwise(front))
 
 

@@ -10,6 +10,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.planner.sizing import Size, read_budget, undominated
 
 SMALL = {"batch": 256, "seq": 1024, "tokens": "100B", "set": ["cluster.price=2.0"]}
+FEW = {"fix": {"tp": 1, "cp": 1}}  # limits hold in any space, and a small one is searched sooner
 
 
 def sized(**limits):
@@ -18,7 +19,7 @@ def sized(**limits):
 
 @pytest.fixture(scope="module")
 def in_ten_days():
-    return sized(days=10)
+    return sized(days=10, **FEW)
 
 
 def test_the_fewest_gpus_that_meet_the_days(in_ten_days):
@@ -31,7 +32,7 @@ def test_the_fewest_gpus_that_meet_the_days(in_ten_days):
     assert smaller
     assert all(one.days > 10 for one in smaller)
     # The best plan of the next smaller size misses too: the full search was asked.
-    less = planner.plan("gpt3-2.7b", "dgx-a100", gpus=gpus - 8, **SMALL).explanation.training
+    less = planner.plan("gpt3-2.7b", "dgx-a100", gpus=gpus - 8, **SMALL, **FEW).explanation.training
     assert less.days > 10
 
 
@@ -77,8 +78,7 @@ def test_the_curve_adds_up(in_ten_days):
 
 
 def test_a_budget_bounds_the_cost_and_the_days():
-    few = {"tp": 1, "cp": 1}  # limits hold in any space, and a small one is searched sooner
-    both = sized(budget="$20k", days=10, fix=few)
+    both = sized(budget="$20k", days=10, **FEW)
     assert both.result.explanation.training.days <= 10
     assert both.result.explanation.training.dollars <= 20_000
     assert "the fewest within 10 days and $20,000" in both.answer

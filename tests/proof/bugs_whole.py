@@ -317,7 +317,7 @@ WHOLE = [
     WholeBug("padding_of_the_last_batch_counts", "samples"),
     WholeBug("resume_one_step_later", COUNT, default=True),
     WholeBug("resume_at_step_zero", COUNT),
-    WholeBug("count_of_adam_starts_again", COUNT, default=True, daily=True),
+    WholeBug("count_of_adam_starts_again", COUNT, default=True),
     WholeBug("moments_start_again", STATE, default=True),
     WholeBug("moments_of_one_tensor_start_again", STATE),
     WholeBug("average_starts_again", STATE, optimizer={"ema": 0.9}),

@@ -25,7 +25,7 @@ def sides_of(world, chosen):
         yield layout, Sides(one[i], [rank[i] for rank in many], factors)
 
 
-DAILY = kinds.covering([x for x in EXACT if x.plan.world == 2], kinds.exact_kinds)[:24:4]
+DAILY = kinds.covering([x for x in EXACT if x.plan.world == 2], kinds.exact_kinds)[:24:6]
 SETS = [DAILY]
 LONG = [[x for x in EXACT if x.plan.world == world] for world in (1, 2, 4)]
 

@@ -12,7 +12,7 @@ from meshwright.proof.compare import compare
 
 SMALL = 1  # elements of a round: one matrix on each rank
 CASES = [
-    layouts.Layout("llama", Plan(shard=2, zero=3, tp=2, sp=True), optimizer="muon"),  # two axes
+    layouts.Layout("llama", Plan(shard=2, zero=3, tp=2, sp=True), optimizer="muon", layers=2),  # two axes
     layouts.Layout("mlp", Plan(shard=4, zero=1), optimizer="muon", layers=16),
     layouts.Layout("mlp", Plan(shard=4, zero=2, overlap=()), optimizer="muon", layers=16),
 ]

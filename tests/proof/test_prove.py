@@ -25,7 +25,6 @@ seq = 16
 precision = "fp32"
 [plan]
 replicate = 2
-tp = 2
 microbatch = 2
 param_dtype = "fp32"
 master = false
@@ -43,6 +42,7 @@ def test_a_large_plan_is_folded_and_proved(axes, ranks, folded):
     assert proof.passed
     assert [copy.small.plan.world for copy in proof.copies] == [ranks] * len(folded)
     assert all(copy.communication for copy in proof.copies)
+    assert proof.convergence == {}  # an exact plan has no loss to compare with that of exact arithmetic
     for copy in proof.copies:
         assert all(error < 1e-11 for error in copy.agreements[0].errors.values())
     assert [a.label for a in proof.agreements] == ["fp64", "fp32", "bf16", "formulas", EVALUATION, RESUME]
@@ -63,12 +63,8 @@ def test_a_large_plan_is_folded_and_proved(axes, ranks, folded):
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [
-        {"pp": 2, "schedule": "zbv", "virtual": 2},
-        *soak([{"shard": 2, "zero": 3, "microbatch": 2}]),
-    ],
-)
+    "plan", soak([{"pp": 2, "schedule": "zbv", "virtual": 2}, {"shard": 2, "zero": 3, "microbatch": 2}])
+)  # the matrix compares both every day
 def test_issued_collectives_equal_lowered_ones(plan):
     model = {"hidden": 24, "layers": 4, "heads": 3, "ffn": 36, "vocab": 33, "tied": True}
     config = Config.from_parts(model, "laptop", workload={"batch": 16, "seq": 8}, plan=plan)
@@ -76,7 +72,6 @@ def test_issued_collectives_equal_lowered_ones(plan):
     assert proof.parity
     assert [row for _, row in proof.rows if not row.equal] == []
     assert [copy.unknown for copy in proof.copies] == [[]] * len(proof.copies)
-    assert proof.convergence == {}  # an exact plan has no loss to compare with that of exact arithmetic
     for trace in proof.copies[0].traces:
         assert trace.observed.peak_bytes > sum(p.parameters[0].nbytes for p in trace.pieces)
 
@@ -118,11 +113,11 @@ def test_the_command(tmp_path, capsys):
     path = tmp_path / "plan.toml"
     path.write_text(PLAN)
     with pytest.raises(SystemExit) as leaving:
-        main(["verify", str(path), "--steps", "2", "--device", "cpu", "--json"])
+        main(["verify", str(path), "--steps", "1", "--device", "cpu", "--json"])
     assert not leaving.value.code
     reported = json.loads(capsys.readouterr().out)
     assert reported["passed"]
-    assert reported["ranks"] == 4
+    assert (reported["ranks"], reported["steps"]) == (2, 1)
     assert reported["errors"]["fp64"]["gradient"] < 1e-11
 
 

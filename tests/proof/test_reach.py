@@ -120,10 +120,8 @@ TINY = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 24, "vocab": 32}
 WINDOW, DEEP = {**TINY, "window": 64}, {**TINY, "layers": 12}
 COPIES = {"hidden": 64, "layers": 2, "heads": 16, "kv_heads": 4, "ffn": 64, "vocab": 64}
 INTERLEAVED = {"pp": 2, "virtual": 3, "schedule": "interleaved"}
-DAILY = [
+BUGS = [
     ("window_of_a_ring_off_by_one", WINDOW, {"batch": 1, "seq": 512}, {"cp": 4}, "loss"),
-]
-OTHERS = [
     ("fourth_and_later_micro_batches_dropped", TINY, {"batch": 16, "seq": 8}, {"replicate": 2}, "loss"),
     ("whole_blocks_of_a_ring_without_a_window", WINDOW, {"batch": 1, "seq": 512}, {"cp": 4}, "loss"),
     ("groups_of_kv_copies_strided", COPIES, {"batch": 1, "seq": 64}, {"tp": 16}, "gradient"),
@@ -141,7 +139,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("bug", "model", "work", "plan", "what"), [*DAILY, *ranks.soak(OTHERS)])
+@pytest.mark.parametrize(("bug", "model", "work", "plan", "what"), ranks.soak(BUGS))  # `test_fold`: daily
 def test_a_small_copy_reaches_the_code_of_the_plan(bug, model, work, plan, what):
     plan = {"param_dtype": "fp32", "master": False, **plan}
     config = Config.from_parts(model, "dgx-h100", workload={**work, **FP32}, plan=plan)

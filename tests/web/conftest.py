@@ -3,6 +3,7 @@ those that are marked `daily`: one of each workspace."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,8 +30,11 @@ def run_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(run_folders: Path) -> Iterator[str]:
-    """The address of a running server, such as http://127.0.0.1:40123."""
+    """The address of a running server, such as http://127.0.0.1:40123. At the end Ctrl-C ends it and its workers."""
     process, address = start("--runs", str(run_folders))
     yield address
     printed = stop(process)
     assert "Traceback" not in printed, printed
+    assert process.returncode in (0, 130)
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))) != 0

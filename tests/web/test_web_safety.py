@@ -15,12 +15,13 @@ from typing import Any
 import httpx
 import pytest
 
+from meshwright.cli import main
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.view.page.bundle import document, written
 from meshwright.view.page.subject import Subject
 from meshwright.web.bodies import MOST_BYTES, parse, read_question
-from web.running import CLIENT, start, stop
+from web.running import CLIENT
 
 PLAN_FILE: dict[str, Any] = {
     "model": "llama3-8b",
@@ -202,14 +203,14 @@ def test_a_name_cannot_leave_its_element() -> None:
     )
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        command = [sys.executable, "-m", "meshwright", "web", "--port", str(taken.getsockname()[1])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 2
-    assert "MW-WEB-012" in done.stderr
+        with pytest.raises(SystemExit) as leaving:
+            main(["web", "--port", str(taken.getsockname()[1])])
+    assert leaving.value.code == 2
+    assert "MW-WEB-012" in capsys.readouterr().err
 
 
 def test_without_the_extra_the_error_says_what_to_install() -> None:
@@ -218,14 +219,3 @@ def test_without_the_extra_the_error_says_what_to_install() -> None:
     assert done.returncode == 2
     assert "MW-WEB-011" in done.stderr
     assert 'pip install "starlette>=0.40" "uvicorn>=0.30"' in done.stderr.replace("\n", " ")
-
-
-def test_ctrl_c_ends_the_server_and_its_workers(tmp_path: Path) -> None:
-    process, address = start("--runs", str(tmp_path))
-    assert CLIENT.get(address + "/").status_code == 200
-    printed = stop(process)
-    assert process.returncode in (0, 130)
-    assert "Traceback" not in printed
-    port = int(address.rpartition(":")[2])
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", port)) != 0
