@@ -85,6 +85,7 @@ pages: setup
 	PYTHONPATH=docs/generate $(BIN)/python -m texts
 	PYTHONPATH=docs/generate $(BIN)/python -m blocks
 	PYTHONPATH=docs/generate $(BIN)/python -m picture
+	PYTHONPATH=docs/generate $(BIN)/python -m course_notebooks
 	$(BIN)/python -m meshwright.view.cases docs/cases
 	$(BIN)/python -m meshwright.view.goodput docs/past-one-cluster.md
 

@@ -17,10 +17,7 @@ from meshwright.view.page.learn import CHAPTERS, chapter
 
 FOLDER = Path(__file__).parents[1] / "pictures" / "course"
 WIDTH = 980
-BEFORE = {
-    "player": "[aria-label='Next step']",
-    "pipeline": "[aria-label='Last step']",
-}  # pressed before the picture is taken
+BEFORE = {"player": "[aria-label='Next step']"}  # pressed before the picture is taken
 # Every drawing of a figure as a file of its own, with its place below the controls.
 DRAWN = """async (name) => {
   const { drawn } = await import("meshwright/save.js");

@@ -1,6 +1,6 @@
-"""The notebook runs: its code cells are executed in order, and what a cell ends with shows itself as HTML or text.
+"""The notebooks run: its code cells are executed in order, and what a cell ends with shows itself as HTML or text.
 
-Cells with the tag `torch` start ranks: `make soak` runs them.
+Cells with the tag `torch` start ranks: `make soak` runs them. Those of the course are its chapters, and run from their own folder.
 """
 
 from __future__ import annotations
@@ -8,11 +8,15 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import course_notebooks
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "first_hour.ipynb"
@@ -89,6 +93,40 @@ def test_the_cells_that_start_ranks_run(monkeypatch, tmp_path) -> None:
     for result in (proof, training):
         check_html(result._repr_html_())
         assert len(str(result)) > 200
+
+
+RUN = """
+import json, sys
+names = {}
+for cell in json.load(open(sys.argv[1], encoding="utf-8"))["cells"]:
+    if cell["cell_type"] == "code":
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+"""
+
+
+@pytest.mark.parametrize("part", course_notebooks.PARTS)
+def test_a_notebook_of_the_course_has_its_chapters(part: str) -> None:
+    text = (course_notebooks.FOLDER / f"{course_notebooks.NAMES[part]}.ipynb").read_text("utf-8")
+    assert text == course_notebooks.notebook(part), "make pages"
+    cells = json.loads(text)["cells"]
+    titles = [
+        line for cell in cells for line in cell["source"] if cell["cell_type"] == "markdown" and line.startswith("# ")
+    ]
+    assert len(titles) == len(course_notebooks.PARTS[part])
+    for target in re.findall(r"\]\((\.\./[^)#]+)", text):
+        assert (course_notebooks.FOLDER / target).exists(), target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", course_notebooks.PARTS)
+def test_a_notebook_of_the_course_runs_from_its_folder(part: str) -> None:
+    name = f"{course_notebooks.NAMES[part]}.ipynb"
+    command = [sys.executable, "-c", RUN, name]
+    done = subprocess.run(
+        command, cwd=course_notebooks.FOLDER, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 3
 
 
 def test_every_result_has_a_page() -> None:

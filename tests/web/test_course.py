@@ -86,10 +86,9 @@ def test_every_figure_is_in_a_chapter_and_has_a_picture_for_the_site() -> None:
 
 def test_the_chapters_are_the_pages_of_the_site() -> None:
     pages = {file.stem for file in (blocks.ROOT / "docs" / "concepts").glob("*.md")} - {"index"}
-    assert pages >= set(learn.CHAPTERS)
+    assert pages == set(learn.CHAPTERS)
     site = (blocks.ROOT / "mkdocs.yml").read_text("utf-8")
-    listed = re.findall(r"concepts/([\w-]+)\.md", site)
-    assert [key for key in listed if key in learn.CHAPTERS] == learn.CHAPTERS
+    assert re.findall(r"concepts/([\w-]+)\.md", site) == ["index", *learn.CHAPTERS]
 
 
 def last_value(source: str) -> Any:
@@ -102,7 +101,12 @@ def last_value(source: str) -> Any:
     return eval(compile(ast.Expression(last.value), "chapter", "eval"), names)
 
 
-@pytest.mark.parametrize("key", learn.CHAPTERS)
+SEARCHES = ("goodput", "scaling-laws", "case-studies")  # their commands plan
+
+
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=pytest.mark.slow if key in SEARCHES else ()) for key in learn.CHAPTERS]
+)
 def test_the_command_and_the_call_give_the_same_number(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(blocks.ROOT)
     (block,) = of(key, "number")
@@ -126,6 +130,22 @@ def test_a_figure_follows_its_controls(name: str) -> None:
             for v in (control["values"] or [control["value"]])[:: max(1, len(control["values"]) - 1)]
         ]
         assert len({json.dumps(end, allow_nan=False) for end in ends}) == len(ends), control["name"]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h2", "zbv"])
+def test_memory_beside_the_pipeline_rises_to_the_peak(schedule: str) -> None:
+    data = figure("pipeline", schedule=schedule)["data"]
+    assert [max(level for _, level in held) for held in data["held"]] == data["peak"]
+    assert all(held[-1][1] == 0 for held in data["held"])
+
+
+def test_experts_share_all_copies() -> None:
+    """No expert takes more copies than there are tokens, and together they take all."""
+    for top, skew in ((1, 1.2), (2, 1.2), (4, 0.8)):
+        rows = figure("experts", top=top, skew=skew)["data"]["rows"]
+        copies = [sum(part["value"] for part in row["parts"]) for row in rows]
+        assert sum(copies) == pytest.approx(4096 * top)
+        assert max(copies) <= 4096 * (1 + 1e-9)
 
 
 def test_values_that_a_control_does_not_have_are_refused() -> None:

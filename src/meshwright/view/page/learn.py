@@ -8,15 +8,18 @@ from functools import cache
 from importlib.resources import files
 
 from meshwright.units import Json
-from meshwright.view.page.course import copies, markdown, messages
+from meshwright.view.page.course import copies, markdown, messages, pieces, storage, whole
 from meshwright.view.page.course.drawing import drawn
 from meshwright.view.page.subject import Subject
 
 PARTS = {
     "Messages": ("alpha-beta", "collectives", "roofline"),
     "Copies of the model": ("data-parallel", "overlap", "zero"),
+    "Parts of the model": ("tensor-parallel", "sequence-parallel", "pipeline", "context-parallel", "expert-parallel"),
+    "Bytes": ("precision", "compression", "recompute"),
+    "A whole training": ("combining", "topology", "goodput", "scaling-laws", "case-studies"),
 }
-FIGURES = {**messages.FIGURES, **copies.FIGURES}
+FIGURES = {**messages.FIGURES, **copies.FIGURES, **pieces.FIGURES, **storage.FIGURES, **whole.FIGURES}
 CHAPTERS = [key for keys in PARTS.values() for key in keys]
 
 

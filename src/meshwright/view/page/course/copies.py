@@ -31,7 +31,7 @@ def data_parallel(subject: Subject, v: Values) -> Json:
     reduce = {p: formulas.bytes_sent("all-reduce", 2 * n, p) / rate for p in POWERS[1:]}
     hidden = {p: formulas.overlapped_step(compute[p], reduce[p], 2 / 3) for p in POWERS[1:]}  # backward is two thirds
     turn = next((p for p in POWERS[1:] if reduce[p] > 2 / 3 * compute[p]), None)
-    series = [
+    series: list[Json] = [
         {"name": "compute", "points": [[p, s] for p, s in compute.items()]},
         {"name": "all-reduce of gradients", "points": [[p, s] for p, s in reduce.items()], "dash": "7 4"},
         {"name": "step: reduction behind backward", "points": [[p, s] for p, s in hidden.items()], "width": 3},
@@ -94,7 +94,7 @@ def bucket_count(subject: Subject, v: Values) -> Json:
     best = formulas.bucket_count(v["gradients"], v["latency"], v["bandwidth"], 1e3)
     counts = sorted({round(2 ** (k / 2)) for k in range(21)} | {best})
     points = [[k, formulas.chunked_time(k, transfer, v["latency"])] for k in counts]
-    series = [
+    series: list[Json] = [
         {"name": "T(k) = k·α + t/k", "points": points, "width": 3},
         {"name": "the last bucket, t/k", "points": [[k, transfer / k] for k in counts], "dash": "7 4"},
         {"name": "latencies, k·α", "points": [[k, k * v["latency"]] for k in counts], "dash": "2 4"},

@@ -71,3 +71,8 @@ def bars(rows: Sequence[Json], x: Json, label: str = "", limit: Json | None = No
 
 def stat(name: str, value: str, detail: str = "") -> Json:
     return {"name": name, "value": value, "detail": detail}
+
+
+def sentence(text: str) -> str:
+    """The text with a capital letter and a full stop."""
+    return f"{text[:1].upper()}{text[1:].rstrip('.:')}."

@@ -104,7 +104,8 @@ def chapter(text: str) -> Json:
             blocks.append({"kind": "list", "items": [inline(item) for item in re.split(r"^- ", body, flags=re.M)[1:]]})
         elif kind == "table":
             head, _, *rows = [
-                [inline(cell.strip()) for cell in row.strip("| ").split("|")] for row in body.splitlines()
+                [inline(cell.strip()) for cell in row.strip().removeprefix("|").removesuffix("|").split("|")]
+                for row in body.splitlines()
             ]
             blocks.append({"kind": "table", "head": head, "rows": rows})
         elif kind == "text":

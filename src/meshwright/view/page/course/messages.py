@@ -8,7 +8,7 @@ from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
 from meshwright.programs.collectives.comparison import SIZES, compare, runs_on
 from meshwright.units import Json, format_decimal_bytes, format_flops, format_rate, format_seconds
 from meshwright.view.page import collectives
-from meshwright.view.page.course.drawing import Control, Figure, Values, lines, registered, stat
+from meshwright.view.page.course.drawing import Control, Figure, Values, lines, registered, sentence, stat
 from meshwright.view.page.subject import Subject
 from meshwright.view.show.collective_request import ELEMENT_BYTES, CollectiveRequest, cluster_of, prepared
 
@@ -36,7 +36,7 @@ def message(subject: Subject, v: Values) -> Json:
     alpha, rate, size = v["latency"], v["bandwidth"], v["size"]
     equal, time = formulas.crossover_size(alpha, rate), formulas.message_time(size, alpha, rate)
     sizes = [10.0 ** (k / 8) for k in range(24, 81)]
-    series = [
+    series: list[Json] = [
         {"name": "T(n) = α + n·β", "points": [[n, formulas.message_time(n, alpha, rate)] for n in sizes], "width": 3},
         {"name": "α alone", "points": [[n, alpha] for n in sizes], "dash": "2 4"},
         {"name": "n·β alone", "points": [[n, n / rate] for n in sizes if n / rate > alpha / 100], "dash": "7 4"},
@@ -85,7 +85,7 @@ def player(subject: Subject, v: Values) -> Json:
             stat("Steps", str(shown.program.steps), f"{algorithm} {operation}"),
             stat("Time", formulas.formula(operation, algorithm), "n bytes, P ranks, without shared links"),
         ],
-        "note": f"{OPERATIONS[operation].capitalize()}.",
+        "note": sentence(OPERATIONS[operation]),
     }
 
 
@@ -114,7 +114,7 @@ def sizes(subject: Subject, v: Values) -> Json:
     ]
     found = compare(v["operation"], cluster, v["ranks"], SIZES, named, element_bytes=ELEMENT_BYTES)
     data = collectives.content(v["operation"], "", list(found.times), v["ranks"], cluster.name, compared=found)
-    return {"draw": "sizes", "data": data, "note": f"{collectives.crossovers(found)}.".capitalize()}
+    return {"draw": "sizes", "data": data, "note": sentence(collectives.crossovers(found))}
 
 
 @figure("family")
@@ -200,7 +200,7 @@ def link_roofline(subject: Subject, v: Values) -> Json:
 
     batches = [at(v["tokens"] * f) for f in (1 / 16, 1 / 4, 4, 16)]
     chosen = at(v["tokens"])
-    series = [
+    series: list[Json] = [
         *slopes,
         {"name": "the same at 1/16, 1/4, 4 and 16 times the batch", "points": batches, "only": True, "colour": "quiet"},
         {

@@ -192,10 +192,10 @@ export function bars(chart, rows, { x, y, focus = true } = {}) {
   }
 }
 
-/** Stacked bars: rows [{ label, parts: [{ name, value, colour, pattern, formula }] }] on scales { x, y }, of which y is the band. */
+/** Stacked bars: rows [{ label, start = 0, parts: [{ name, value, colour, pattern, formula }] }] on scales { x, y }, of which y is the band. */
 export function stacked(chart, rows, { x, y, focus = true } = {}) {
   for (const row of rows) {
-    let sum = 0;
+    let sum = row.start ?? 0;
     for (const part of row.parts) {
       if (!(part.value > 0)) continue;
       const options = { fill: part.colour, pattern: part.pattern, formula: part.formula, focus, round: 0 };

@@ -64,15 +64,19 @@ function warning(data, context) {
     h("p", null, ours.microbatches ? use(`${ours.microbatches} micro-batches`, { microbatches: ours.microbatches }) : "", " ", use(`${ours.stages} stages`, { stages: ours.stages }), ` The published tool says ${tool.microbatches} micro-batches or ${tool.stages} stages: it doubles, or removes one.`));
 }
 
-function schedule(element, timeline) {
+/** A walked schedule: actions [rank, kind, micro-batch, start, end, depth of the stage]. Returns the chart, its scales and the marks of the actions. */
+export function schedule(element, timeline, { label: title = "time within the step, ms", unit = 1e3, time = format.seconds, lane = (r) => `stage ${r + 1}` } = {}) {
   const height = Math.max(10, Math.min(26, 300 / timeline.ranks));
-  const chart = figure(element, { height: 44 + height * timeline.ranks, left: 62, right: 12, bottom: 38, label: `Timeline of ${timeline.ranks} stages over ${format.seconds(timeline.makespan_s)}` });
-  const x = linear([0, timeline.makespan_s], [0, chart.width]), y = band(Array.from({ length: timeline.ranks }, (_, r) => `stage ${r + 1}`), [0, chart.height], { gap: 0.12 });
-  axis(chart, x, "bottom", { label: "time within the step, ms", format: (v) => format.number(v * 1e3), grid: false });
+  const chart = figure(element, { height: 44 + height * timeline.ranks, left: 62, right: 12, bottom: 38, label: `Timeline of ${timeline.ranks} ranks over ${time(timeline.makespan_s)}` });
+  const x = linear([0, timeline.makespan_s], [0, chart.width]), y = band(Array.from({ length: timeline.ranks }, (_, r) => lane(r)), [0, chart.height], { gap: 0.12 });
+  axis(chart, x, "bottom", { label: title, format: (v) => format.number(v * unit), grid: false });
   axis(chart, y, "left");
-  for (const [rank, kind, microbatch, start, end] of timeline.actions) {
-    const [colour, name] = KINDS[kind], width = x(end) - x(start);
-    rect(chart, x(start) + 0.5, y(`stage ${rank + 1}`), width - 1, y.width, { fill: colour, focus: false, round: 1, formula: `${name} of micro-batch ${microbatch}, stage ${rank + 1}\n${format.seconds(start)} to ${format.seconds(end)}` });
-    if (width > 16 && y.width > 11) label(chart, microbatch + 1, x(start) + width / 2, y(`stage ${rank + 1}`) + y.width / 2, { anchor: "middle", middle: true, size: 10, colour: "on-fill" }).style.pointerEvents = "none";
-  }
+  const marks = timeline.actions.map(([rank, kind, microbatch, start, end, depth]) => {
+    const [colour, name] = KINDS[kind], width = x(end) - x(start), at = y(lane(rank));
+    const node = rect(chart, x(start) + 0.5, at, width - 1, y.width, { fill: colour, focus: false, round: 1, opacity: depth ? 1 - 0.45 * depth : null, formula: `${name} of micro-batch ${microbatch + 1}, ${lane(rank)}\n${time(start)} to ${time(end)}` });
+    const words = width > 16 && y.width > 11 ? label(chart, microbatch + 1, x(start) + width / 2, at + y.width / 2, { anchor: "middle", middle: true, size: 10, colour: "on-fill" }) : null;
+    if (words) words.style.pointerEvents = "none";
+    return [node, words];
+  });
+  return { chart, x, y, marks };
 }
