@@ -112,7 +112,7 @@ def test_the_last_input_wins(server: str, open_page: Open) -> None:
         else:
             route.continue_()
 
-    page.route("**/api/choices", hold_first)
+    page.route("**/api/mend", hold_first)
     field = page.get_by_role("spinbutton", name="GPUs, exact")
     field.fill("1000000")
     field.press("Enter")

@@ -90,6 +90,7 @@ class Batch(PlanArrays):
         workload: Workload,
         stack: Stack,
         some_recomputed: dict[int, Plan] | None = None,
+        batches: Any = None,
     ) -> None:
         numbers = {name: plans.columns[name].astype(float, copy=False) for name in NUMBERS}
         super().__init__(**{**plans.columns, **numbers})
@@ -98,7 +99,7 @@ class Batch(PlanArrays):
         self.n = len(self.tp)
         self.async_linears = stack.async_linears != "none"
         self.world = self.dp * self.tp * self.cp * self.pp
-        self.microbatches = workload.batch / (self.microbatch * self.dp)
+        self.microbatches = (workload.batch if batches is None else batches) / (self.microbatch * self.dp)
         # Tokens of one micro-batch on one rank; a model without a sequence has one "token" per sample.
         self.tokens = self.microbatch * (workload.seq if model.kind == "transformer" else 1.0) / self.cp
         self.busiest = model.router.busiest(workload.imbalance, workload.loads, self.ep)  # load of an expert rank
@@ -124,12 +125,13 @@ class Batch(PlanArrays):
         self._strides = self._axis_strides()
 
     @classmethod
-    def of(cls, plans: Sequence[Plan], model: Model, workload: Workload, stack: Stack) -> Batch:
-        """The batch of some plans. A plan that is there several times (with other numbers of the stack) is read once."""
+    def of(cls, plans: Sequence[Plan], model: Model, workload: Workload, stack: Stack, batches: Any = None) -> Batch:
+        """The batch of some plans. A plan that is there several times (with other numbers of the stack) is read once. `batches`: the samples per
+        step of each plan, where they are not those of the workload."""
         first = {id(plan): in_framework(plan, model, stack) for plan in plans}
         plans = [first[id(plan)] for plan in plans]
         partly = {i: p for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers}
-        return cls(PlanArrays.of_plans(plans), model, workload, stack, partly)
+        return cls(PlanArrays.of_plans(plans), model, workload, stack, partly, batches)
 
     def _set_dtypes(self, plans: PlanArrays) -> None:
         """Bytes of an element of what the plan names dtypes of, and how gradients are sent: 16 bits on the wire are a dtype; 8 bits are a

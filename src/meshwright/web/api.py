@@ -3,6 +3,7 @@
 POST /api/estimate, /api/plan, /api/simulate, /api/show     what the command of that name prints with --json
 POST /api/views         the data of several views, one line each as they are ready
 POST /api/choices       the values of each plan field: legal, with what changes, or why not
+POST /api/mend          what is wrong with a plan, and the changes that make it legal
 POST /api/text          a plan file, a command, settings and launch files
 POST /api/trace         the simulated step as a trace for Perfetto
 POST /api/file          what a file is, as sections of a plan file
@@ -29,7 +30,8 @@ from starlette.types import Receive, Scope, Send
 
 from meshwright.errors import MeshwrightError
 from meshwright.units import Json
-from meshwright.view.page.registry import CHEAP, view
+from meshwright.view.page import registry
+from meshwright.view.page.registry import CHEAP, SEARCH, view
 from meshwright.view.page.runs import RunFolders, RunWatch, unreadable
 from meshwright.web import dropped
 from meshwright.web.bodies import MOST_BYTES, ViewsBody, parse
@@ -61,8 +63,10 @@ class Cache:
             self.bytes -= len(old) + len(dropped)
 
 
-QUICK, SEARCHED = "quick", "search"
-POOL_OF = dict.fromkeys(("plan", "explain", "compare"), SEARCHED)  # tasks that take seconds; all others are quick
+QUICK, SLOW, SEARCHED = "quick", "slow", "search"  # pools of workers
+# Tasks that take seconds, and the one that prices every chip; all others are quick.
+POOL_OF = {**dict.fromkeys(("plan", "explain", "compare"), SEARCHED), "choices": SLOW}
+POOL_OF_VIEWS = {CHEAP: QUICK, registry.SLOW: SLOW, SEARCH: SEARCHED}
 WATCH_S, HEARTBEAT_S = 0.5, 15.0
 MOST_STREAMS, MOST_WATCHED = 32, 16
 PATIENCE_S = 3.0  # a page that drops other files has just left the answer to its last ones, which must end first
@@ -257,12 +261,12 @@ class Api:
 
     async def view_lines(self, body: Json) -> AsyncGenerator[bytes, None]:
         keys = {name: view_key(body, name) for name in body["views"]}
-        missing: dict[str, list[str]] = {QUICK: [], SEARCHED: []}
+        missing: dict[str, list[str]] = {QUICK: [], SLOW: [], SEARCHED: []}
         for name, key in keys.items():
             if (known := self.cache.get(key)) is not None:
                 yield known
             else:
-                missing[QUICK if view(name).kind == CHEAP else SEARCHED].append(name)
+                missing[POOL_OF_VIEWS[view(name).kind]].append(name)
         streams = [self.searched_or_quick(pool, body, names) for pool, names in missing.items() if names]
         async with aclosing(merged(streams)) as lines:
             async for line in lines:

@@ -16,14 +16,14 @@ from meshwright.host import usable_processes
 from meshwright.view.page.frame import TYPES, live_page, static_file, static_names
 from meshwright.view.page.runs import RunFolders
 from meshwright.web import schema
-from meshwright.web.api import QUICK, SEARCHED, Api, Cache
+from meshwright.web.api import QUICK, SEARCHED, SLOW, Api, Cache
 from meshwright.web.jobs import Refused, WorkerPool
 from meshwright.web.safety import RequestGuard, error_response
 from meshwright.web.tasks import TASKS
 from meshwright.web.worker import failure, to_line
 
 QUICK_LIMIT_S, SEARCH_LIMIT_S = 20.0, 180.0
-QUICK_WAITING, SEARCH_WAITING = 400, 16
+MANY, FEW = 400, 16  # requests that may wait for a worker
 CACHE_BYTES = 64 * 2**20
 
 
@@ -56,8 +56,9 @@ class Site:
     async def start(self) -> None:
         """Start the worker processes."""
         processes = max(2, min(usable_processes(), 4))
-        self.pools[QUICK] = WorkerPool(QUICK, processes, QUICK_WAITING, QUICK_LIMIT_S, finish=True)
-        self.pools[SEARCHED] = WorkerPool(SEARCHED, 2, SEARCH_WAITING, SEARCH_LIMIT_S, finish=False)
+        self.pools[QUICK] = WorkerPool(QUICK, processes, MANY, QUICK_LIMIT_S, finish=True)
+        self.pools[SLOW] = WorkerPool(SLOW, 2, MANY, SEARCH_LIMIT_S, finish=False)
+        self.pools[SEARCHED] = WorkerPool(SEARCHED, 2, FEW, SEARCH_LIMIT_S, finish=False)
         for pool in self.pools.values():
             await pool.start()
 

@@ -90,6 +90,7 @@ ROUTES = (
     ("post", "show", "A topic of `meshwright show`", "ShowBody", {"type": ["object", "array"]}),
     ("post", "views", "Data of views, one line of JSON each as it is ready: `data` as the schema View_… says", "ViewsBody", {"type": "string"}),
     ("post", "choices", "Values of each plan field: legal, with what changes, or why not", "PlanFile", ("fields", "problem")),
+    ("post", "mend", "What is wrong with a plan, and the changes that make it legal", "PlanFile", ("problem", "mend")),
     ("post", "text", "A plan file, a command, settings of other frameworks and launch files", "PlanFile", ("toml", "command", "settings", "launch")),
     ("post", "trace", "The simulated step as a trace for Perfetto", "PlanFile", ("traceEvents",)),
     ("post", "file", "What a file is, as its lines: sections of a plan file, and what was not read", "FileBody", ("kind", "config", "unread")),

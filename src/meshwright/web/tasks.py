@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.version import require_torch
-from meshwright.view.page.choices import choices
+from meshwright.view.page.choices import choices, mend
 from meshwright.view.page.registry import SEARCH, view
 from meshwright.view.page.subject import Subject
 from meshwright.view.page.text import texts
@@ -73,6 +73,10 @@ def trace(body: dict[str, Any]) -> Lines:
 
 def legal_choices(body: dict[str, Any]) -> Lines:
     yield choices(read_plan_file(body))
+
+
+def mend_plan(body: dict[str, Any]) -> Lines:
+    yield mend(read_plan_file(body))
 
 
 def file(body: dict[str, Any]) -> Lines:
@@ -175,6 +179,7 @@ TASKS: dict[str, Callable[[dict[str, Any]], Lines]] = {
     "plan": plan,
     "views": views,
     "choices": legal_choices,
+    "mend": mend_plan,
     "text": text_of_plan,
     "file": file,
     "trace": trace,

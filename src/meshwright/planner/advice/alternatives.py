@@ -91,9 +91,10 @@ class PlanTrials(Configured):
             return None
 
 
-def costs(config: Config, plans: Sequence[Plan]) -> tuple[np.ndarray, np.ndarray]:
-    """Step time in seconds and memory of the fullest GPU in GiB of several plans."""
-    cost = step_cost(step_program(config.model, plans, config.workload, config.stack, every_rank=True), config.cluster)
+def costs(config: Config, plans: Sequence[Plan], batches: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    """Step time in seconds and memory of the fullest GPU in GiB of several plans; `batches` as in `Batch.of`."""
+    c = config
+    cost = step_cost(step_program(c.model, plans, c.workload, c.stack, every_rank=True, batches=batches), c.cluster)
     return np.broadcast_to(cost.time, len(plans)), np.broadcast_to(cost.peak_memory, len(plans)) / GIB
 
 

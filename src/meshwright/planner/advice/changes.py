@@ -75,7 +75,10 @@ def first_changes(config: Config, most: int = 5) -> list[Change]:
     """The changes that save most, the best first and one for each field; where the plan itself does not fit, those that cost least.
 
     They leave 5% of the memory free, as the search demands of its winner, or as much as the plan does."""
-    now, *singles = priced(config, [Change((), plan=config.plan), *candidates(config, config.plan)])
+    present = within_memory(config, config.plan)
+    if present is None:  # `recompute = auto` without a number of layers that fits: no seconds to compare with
+        return []
+    now, *singles = priced(config, [Change((), plan=present), *candidates(config, config.plan)])
     limit = config.cluster.accelerator.memory / GIB
     room = max(USABLE_MEMORY * limit, now.memory_gib or 0.0) if now.fits else limit
 
@@ -165,7 +168,8 @@ def within_memory(config: Config, plan: Plan) -> Plan | None:
 def priced(config: Config, drafts: Iterable[Change]) -> list[Change]:
     """The changes with their step time and memory, all costed in one batch beside the plan that they change."""
     drafts = list(drafts)
-    seconds, gib = costs(config, [config.plan, *(draft.plan for draft in drafts if draft.plan)])
+    present = within_memory(config, config.plan) or config.plan
+    seconds, gib = costs(config, [present, *(draft.plan for draft in drafts if draft.plan)])
     limit = config.cluster.accelerator.memory / GIB
     numbers = iter(zip(seconds[1:].tolist(), gib[1:].tolist(), strict=True))
 

@@ -3,9 +3,11 @@ each with the changes of the plan that keep it legal; for each legal value of th
 
 from typing import Any, get_args
 
+import numpy as np
+
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
-from meshwright.describe.legality import Case, legal, problem
+from meshwright.describe.legality import Case, lacking_precision, legal, problem
 from meshwright.describe.legality.case import mended
 from meshwright.describe.legality.choices import Choice
 from meshwright.describe.plan import Plan
@@ -14,7 +16,8 @@ from meshwright.describe.result import GIB, values_of
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Precision, Scaling, Workload
 from meshwright.errors import MeshwrightError
-from meshwright.planner.advice.changes import costs, offers, single_changes, within_memory
+from meshwright.planner.advice.alternatives import costs
+from meshwright.planner.advice.changes import offers, single_changes, within_memory
 from meshwright.planner.sizing import MOST_GPUS
 from meshwright.units import Json
 
@@ -24,18 +27,17 @@ NEAR = 2  # sizes on each side of the present one
 def choices(document: dict[str, Any]) -> Json:
     """For a plan file as JSON: {"fields": {field: [{"value", "legal", "reason", "changes", and "saves_s", "more_gib", "fits" of
     `planner.advice.changes` where the plan is legal}]}, "sizes": the same for GPUs and the fields of the workload, "model": the fields of
-    the model, "problem": the plan's first broken rule or null, "mend": the changes of plan fields that make it legal, or null}.
+    the model, and what `mend` says}.
 
     The plan itself may be illegal: the page then shows which choices mend it. A cluster without `gpus` takes the size of every plan.
     """
-    config = Config.from_document({name: part for name, part in document.items() if name != "plan"})
-    fields = document.get("plan")
-    plan = PlanFields(**fields) if isinstance(fields, dict) else PlanFields()
-    cluster = config.cluster if config.cluster.gpus else None
-    case = Case(plan, config.model, config.workload, cluster, config.stack)
-    offered, error = offers(case, plan), problem(case)
+    config, plan, case = parts_of(document)
+    offered, mending = offers(case, plan), mending_of(case)
     by_field = {field: [one.as_dict() for one in values] for field, values in offered.items()}
-    legal_config = config.but(plan=Plan(**plan.model_dump())) if error is None and cluster else None
+    is_legal = mending["problem"] is None and config.cluster.gpus
+    legal_config = config.but(plan=Plan(**plan.model_dump())) if is_legal else None
+    if legal_config and not within_memory(legal_config, legal_config.plan):
+        legal_config = None  # `recompute = auto` without a number of layers that fits: no seconds to compare with
     if legal_config:
         add_effects(legal_config, offered, by_field)
     return {
@@ -43,9 +45,27 @@ def choices(document: dict[str, Any]) -> Json:
         "sizes": sizes(config, plan, legal_config),
         "model": config.model.model_dump(mode="json"),
         "world": plan.world,
-        "problem": error.as_dict() if error else None,
-        "mend": mended(case, legal) if error else {},
+        **mending,
     }
+
+
+def mend(document: dict[str, Any]) -> Json:
+    """For a plan file as JSON, {"problem": the plan's first broken rule or null, "mend": the changes of plan fields that make it legal, or null}."""
+    return mending_of(parts_of(document)[2])
+
+
+def mending_of(case: Case) -> Json:
+    error = problem(case)
+    return {"problem": error.as_dict() if error else None, "mend": mended(case, legal) if error else {}}
+
+
+def parts_of(document: dict[str, Any]) -> tuple[Config, PlanFields, Case]:
+    """The configuration without its plan, the plan, which may be illegal, and what the rules read."""
+    config = Config.from_document({name: part for name, part in document.items() if name != "plan"})
+    fields = document.get("plan")
+    plan = PlanFields(**fields) if isinstance(fields, dict) else PlanFields()
+    cluster = config.cluster if config.cluster.gpus else None
+    return config, plan, Case(plan, config.model, config.workload, cluster, config.stack)
 
 
 def add_effects(config: Config, offered: dict[str, list[Choice]], fields: dict[str, list[Json]]) -> None:
@@ -65,19 +85,22 @@ def sizes(config: Config, plan: PlanFields, legal_config: Config | None) -> dict
     """For the number of GPUs and the fields of the workload: values near the present one, each with the changes of plan fields that keep the
     plan legal, and with its effect where there is a legal plan to compare with."""
     w, cluster, fixed = config.workload, config.cluster, config.cluster if config.cluster.gpus else None
-    now = tuple(float(x[0]) for x in costs(legal_config, [legal_config.plan])) if legal_config else None
+    priced: list[tuple[Json, Config]] = []  # choices that have an effect, and what they lead to
 
     def choice(value: Any, workload: Workload, sized: Cluster | None, is_knob: bool = True) -> Json:
         case = Case(plan, config.model, workload, sized, config.stack)
-        changes = mended(case, legal)
+        error = lacking_precision(workload, sized) if sized else None  # which no change of the plan mends
+        changes = None if error else mended(case, legal)
         if changes is None:
-            error = problem(case)
+            error = error or problem(case)
             return {"value": value, "legal": False, "reason": error.what if error else "", "changes": {}}
         out = {"value": value, "legal": True, "reason": "", "changes": changes}
-        if now and sized and is_knob and (workload, sized) != (w, cluster):
-            fields = {name.removeprefix("plan."): x for name, x in changes.items() if name.startswith("plan.")}
-            batch = {name.removeprefix("workload."): x for name, x in changes.items() if name.startswith("workload.")}
-            out |= effect(config.but(workload=workload.but(**batch), cluster=sized), plan.but(**fields), now)
+        if legal_config and sized and is_knob and (workload, sized) != (w, cluster):
+            parts: dict[str, Json] = {"plan": {}, "workload": {}}
+            for path, x in changes.items():
+                parts[path.partition(".")[0]][path.partition(".")[2]] = x
+            changed = {"plan": legal_config.plan.but(**parts["plan"]), "workload": workload.but(**parts["workload"])}
+            priced.append((out, config.but(**changed, cluster=sized)))
         return out
 
     def doubled(value: int) -> list[int]:
@@ -96,20 +119,26 @@ def sizes(config: Config, plan: PlanFields, legal_config: Config | None) -> dict
     for field, values in offered.items():
         is_knob = field not in ("optimizer", "scaling")
         out[f"workload.{field}"] = [choice(v, w.but(**{field: v}), fixed, is_knob) for v in values]
+    if legal_config:
+        add_size_effects(legal_config, priced)
     return out
 
 
-def effect(config: Config, fields: PlanFields, now: tuple[float, ...]) -> Json:
-    """What another size or precision does to the step time and the memory; {} where its plan cannot be costed."""
-    try:
-        plan = within_memory(config, Plan(**fields.model_dump()))
-        if plan is None:
-            return {}
-        time, gib = costs(config, [plan])
-    except MeshwrightError:
-        return {}
-    limit = config.cluster.accelerator.memory / GIB
-    return {"saves_s": now[0] - float(time[0]), "more_gib": float(gib[0]) - now[1], "fits": float(gib[0]) <= limit}
+def add_size_effects(now: Config, priced: list[tuple[Json, Config]]) -> None:
+    """Add to each choice what its size or precision does to the step time and the memory. Those that differ in the batch alone are costed together."""
+    groups: dict[Any, list[tuple[Json, Config, Plan]]] = {}
+    for choice, config in [({}, now), *priced]:
+        if plan := within_memory(config, config.plan):
+            w = config.workload
+            key = (config.cluster.world, w.seq, w.precision)
+            groups.setdefault(key, []).append((choice, config, plan))
+    limit, present = now.cluster.accelerator.memory / GIB, None
+    for group in groups.values():
+        batches = np.array([config.workload.batch for _, config, _ in group], float)
+        numbers = zip(*(x.tolist() for x in costs(group[0][1], [plan for *_, plan in group], batches)), strict=True)
+        for (choice, *_), (time, gib) in zip(group, numbers, strict=True):
+            present = present or (time, gib)
+            choice |= {"saves_s": present[0] - time, "more_gib": gib - present[1], "fits": gib <= limit}
 
 
 def near_clusters(cluster: Cluster) -> list[tuple[int, Cluster]]:

@@ -40,9 +40,9 @@ TITLES = {
     "overlap": "Buckets and prefetching", "learn": "Course", "modeler": "Bandwidth and efficiency modeler",
 }  # fmt: skip
 FOLLOW_FROM_THE_ESTIMATE = (
-    "verdict", "memory", "waterfall", "roofline", "ranks", "goodput", "strategies", "modeler",
+    "verdict", "memory", "waterfall", "roofline", "stages", "ranks", "goodput", "strategies", "modeler",
 )  # fmt: skip
-WITHOUT_A_SEARCH = ("advice", "stages", "published", "zero", "overlap", "learn")
+WITHOUT_A_SEARCH = ("advice", "published", "zero", "overlap", "learn")
 KINDS = dict.fromkeys(FOLLOW_FROM_THE_ESTIMATE, CHEAP) | dict.fromkeys(WITHOUT_A_SEARCH, SLOW)
 VIEWS: dict[str, View] = {
     name: View(name, title, f"meshwright.view.page.{name}", KINDS.get(name, SEARCH)) for name, title in TITLES.items()

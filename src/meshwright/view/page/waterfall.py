@@ -1,8 +1,10 @@
 """Where the time of a step goes: exposed parts of the busiest rank in order, what overlap hides, and the step with other overlap."""
 
+from meshwright.cost.step import step_cost
 from meshwright.describe.result import COMMUNICATION, part_name
 from meshwright.lower.program import scalar
-from meshwright.planner.advice.alternatives import PlanTrials, changed
+from meshwright.lower.step import step_program
+from meshwright.planner.advice.alternatives import changed
 from meshwright.predict.estimate import Estimate, communication
 from meshwright.units import Json, format_decimal_bytes, format_seconds
 from meshwright.view.page.subject import Subject
@@ -83,21 +85,21 @@ def grouped(parts: dict[str, float]) -> dict[str, float]:
 def overlap(e: Estimate) -> Json:
     """The step without overlap, as planned, and with double buffering on every axis; and for each axis what is hidden now."""
     now = e.plan.overlapped(e.stack, e.cluster.node_size)
+    prefetch = {"prefetch": False} if e.plan.zero == 3 else {}
+    ways = [
+        ("no overlap", (), changed(e.plan, overlap=(), **prefetch)),
+        ("this plan", now, e.plan),
+        ("double buffering", AXES, changed(e.plan, overlap=AXES)),
+    ]
+    legal = [way for way in ways if way[2] and way[2].is_legal(e.model, e.workload, e.cluster, e.stack)]
+    program = step_program(e.model, [plan for *_, plan in legal if plan], e.workload, e.stack, every_rank=True)
+    cost = step_cost(program, e.cluster)
     rows = []
-    for name, axes in (("no overlap", ()), ("this plan", tuple(now)), ("double buffering", AXES)):
-        changed = e if axes == tuple(now) and name == "this plan" else _with_overlap(e, axes)
-        if changed is not None:
-            parts = grouped(changed.prediction.exposed_s)
-            listed = [{"part": part, "s": s} for part, s in parts.items()]
-            step = changed.prediction.step_time_s
-            rows.append({"name": name, "overlaps": list(axes), "step_time_s": step, "parts": listed})
+    for k, (name, axes, _) in enumerate(legal):
+        parts = grouped({part: float(program.batch.full(seconds)[k]) for part, seconds in cost.exposed.items()})
+        listed = [{"part": part, "s": s} for part, s in parts.items()]
+        rows.append({"name": name, "overlaps": list(axes), "step_time_s": float(cost.time[k]), "parts": listed})
     return {"rows": rows, "overlaps": list(now), "axes": by_axis(e)}
-
-
-def _with_overlap(e: Estimate, axes: tuple[str, ...]) -> Estimate | None:
-    """The estimate with other axes overlapped (and with none of them, without prefetch); None where that is not legal."""
-    prefetch = {} if axes or e.plan.zero < 3 else {"prefetch": False}
-    return PlanTrials(e.config).of(changed(e.plan, overlap=axes, **prefetch))
 
 
 def by_axis(e: Estimate) -> list[Json]:

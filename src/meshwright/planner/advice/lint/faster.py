@@ -26,7 +26,9 @@ def faster_value(seen: Seen, changes: Sequence[Change], without: Collection[str]
     """The first of some changes that surely saves much; those of fields in `without` are passed over."""
     for change in changes:
         names = [name for name, _ in change.fields]
-        better = None if set(names) & set(without) else seen.trial.of(change.plan)
+        if set(names) & set(without) or change.saved < SLOW * seen.step:
+            continue
+        better = seen.trial.of(change.plan)
         if better is None or not fits(better, USABLE_MEMORY) or not surely_slower(seen.now, better):
             continue
         parts = difference(better.prediction, seen.now.prediction)

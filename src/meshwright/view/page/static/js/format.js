@@ -2,18 +2,21 @@
 
 const PREFIXES = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 
+// Formatters by their number of decimal places: making one takes longer than all other work of a chip.
+const formatters = [];
+const written = (value, places) => (formatters[places] ??= new Intl.NumberFormat("en-US", { maximumFractionDigits: places })).format(value);
+
 /** Three significant digits without an exponent: 1234 → "1,234", 12.345 → "12.3". */
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
   const places = size === 0 ? 0 : Math.max(0, Math.min(12, digits - 1 - Math.floor(Math.log10(size))));
-  const text = value.toLocaleString("en-US", { maximumFractionDigits: places, minimumFractionDigits: 0 });
-  return text.replace("-", "−");
+  return written(value, places).replace("-", "−");
 }
 
 /** A whole number with separators: 16384 → "16,384". */
-export const whole = (value) => (value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US"));
+export const whole = (value) => (value === null || value === undefined ? "–" : written(Math.round(value), 0));
 
 function scaled(value, unit, digits) {
   const size = Math.abs(value);

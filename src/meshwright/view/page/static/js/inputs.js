@@ -57,7 +57,7 @@ export async function mendAfter(changes, fail = null, illegal = !fail) {
     return settled;
   };
   try {
-    const found = await source.choices(next);
+    const found = await source.mend(next);
     if (mine !== turn) return null;
     if (found.problem && !found.mend && !illegal) throw new source.Refusal(found.problem);
     const mend = found.mend ?? {};
@@ -195,7 +195,7 @@ function readOnly() {
 const show = () => widgets.forEach((f) => f());
 
 // The choices are asked for once the views have their first answers and no other change has come: computing them never delays a view.
-const PAUSE_MS = 30;
+const PAUSE_MS = 10;
 
 /** Show a new state now, and later what can be chosen in it. */
 export function update() {

@@ -152,16 +152,17 @@ function drawPanel(panel, again) {
 }
 
 let serial = 0; // of answers
-/** Ask for what the open views and the verdict need and do not have. `answered` is called once each of them has a first answer. */
+/** Ask for what the open views and the verdict need and do not have. `answered` is called once the first view can be drawn. */
 async function refresh(answered = () => {}) {
   const now = state.get();
   asked?.abort();
   asked = new AbortController();
   const { signal } = asked;
   const names = [...new Set(["verdict", ...open().flatMap(needs)])].filter((name) => source.has(name) && (!answers.get(name)?.final || answers.get(name).stale));
-  const waiting = new Set(names);
+  const first = open()[0], waiting = new Set(names.filter((name) => needs(first).includes(name) && !first.optional?.includes(name)));
   draw(!names.length);
-  if (!names.length) return queueMicrotask(answered);
+  if (!waiting.size) queueMicrotask(answered);
+  if (!names.length) return;
   const options = Object.fromEntries(names.filter((name) => now.page.options[name] && !isLocal(name)).map((name) => [name, now.page.options[name]]));
   const received = (name, answer) => {
     answers.set(name, { data: answer.data ?? null, final: answer.final !== false, error: answer.error ?? null, serial: serial++ });

@@ -71,6 +71,7 @@ let loaded = null;
 /** The catalog, asked for once: inputs and actions both need it. */
 export const catalog = () => (loaded ??= live ? json("/api/catalog") : Promise.resolve(embedded.catalog));
 export const choices = (config, signal) => json("/api/choices", { body: config, signal });
+export const mend = (config) => json("/api/mend", { body: config });
 export const text = (config, signal) => json("/api/text", { body: config, signal });
 export const trace = (config) => json("/api/trace", { body: config });
 /** The view of dropped files: { view, data }. Their bytes go to this server as they are read from the disk. */
