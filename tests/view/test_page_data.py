@@ -10,12 +10,14 @@ import pytest
 import meshwright as mw
 from meshwright.calibrate.runs.rows import read
 from meshwright.calibrate.runs.validate import predict_rows
+from meshwright.describe.config import Config
 from meshwright.describe.layout import Layout
 from meshwright.describe.legality.choices import free_values, word_values
 from meshwright.describe.plan import Plan
 from meshwright.planner.cases import studies
 from meshwright.predict.estimate import estimate
 from meshwright.view.json_schema import schema_of
+from meshwright.view.page.choices import choices
 from meshwright.view.page.registry import SEARCH, VIEWS
 from meshwright.view.page.shapes import SHAPES
 from meshwright.view.page.subject import COMMON_LEADERS, Shared, Subject
@@ -48,6 +50,30 @@ def test_data_is_plain_json_of_the_shape_that_the_script_checks(subjects, plan, 
         found = VIEWS[name].data(subject)
         assert json.loads(json.dumps(found, allow_nan=False)) == found
         jsonschema_rs.validate(schema_of(SHAPES[name], closed=True), found)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "auto"])
+def test_a_size_shows_what_estimate_says(recompute):
+    plan = {"tp": 2, "sp": True, "shard": 4, "zero": 1, "pp": 2, "recompute": recompute}
+    sections = {"workload": {"batch": 64, "seq": 4096}, "cluster": {"extends": "dgx-h100", "gpus": 16}, "plan": plan}
+
+    def predicted(changes):
+        parts = {name: dict(part) for name, part in sections.items()}
+        for path, value in changes.items():
+            section, _, field = path.partition(".")
+            parts[section][field] = value
+        return estimate(Config.from_document({"model": "llama3-8b", **parts})).prediction
+
+    now, priced = predicted({}), set()
+    for path, offered in choices({"model": "llama3-8b", **sections})["sizes"].items():
+        for choice in offered:
+            if "saves_s" in choice:
+                other = predicted({path: choice["value"], **choice["changes"]})
+                assert choice["saves_s"] == pytest.approx(now.step_time_s - other.step_time_s, rel=1e-6, abs=1e-9)
+                assert choice["more_gib"] == pytest.approx(other.memory_gib - now.memory_gib, rel=1e-6, abs=1e-9)
+                assert choice["fits"] == other.fits
+                priced.add(path)
+    assert priced == {"cluster.gpus", "workload.batch", "workload.seq", "workload.precision"}
 
 
 def test_timeline_is_what_simulate_prints(subjects):

@@ -29,14 +29,48 @@ def test_opened_files_become_inputs_and_can_be_undone(server: str, open_page: Op
     page = open_page(server + "/" + SMALL, refused=True)
     opened(page, tmp_path / "my-llama.json", json.dumps(LLAMA))
     shows(page, "my-llama")
-    shows(page, "Hugging Face model. Changed: model", "#inputs .notice")
+    shows(page, "Hugging Face model. Changed: model", "#files .notice")
     page.get_by_role("button", name="Undo").click()
     shows(page, "tiny")
     opened(page, tmp_path / "cluster.toml", '[cluster]\nextends = "dgx-a100"\ngpus = 16\nprice = 2.5\n')
     shows(page, "on 16 × a100")
     opened(page, tmp_path / "plan.toml", load("examples/demo-dp2-tp2.toml").to_toml() + "\n[run]\nsteps = 3\n")
-    shows(page, "Not read: 1 entry", "#inputs .notice")
+    shows(page, "Not read: 1 entry", "#files .notice")
     shows(page, "tp 2")
+
+
+DROP = """(files) => {
+  const dataTransfer = new DataTransfer();
+  for (const [name, text] of files) dataTransfer.items.add(new File([text], name));
+  document.querySelector("main").dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true }));
+}"""
+
+
+def test_several_dropped_files_are_opened_together(server: str, open_page: Open) -> None:
+    """Anywhere on the page, here in Learn: each file says what it is, the others why they were not opened, and one click undoes all of them."""
+    page = open_page(server + "/" + SMALL + "&view=learn", refused=True)
+    page.wait_for_load_state("networkidle")
+    large = '{"large": "' + "x" * (1 << 20) + '"}'
+    page.evaluate(DROP, [["words.txt", "words"], ["my-llama.json", json.dumps(LLAMA)], ["large.json", large],
+                         ["cluster.toml", '[cluster]\nextends = "dgx-a100"\ngpus = 16\n']])  # fmt: skip
+    shows(page, "Changed: model, cluster", "#files .notice")
+    shows(page, "my-llama on 16 × a100")
+    said = page.locator("#files .notice").inner_text()
+    assert "my-llama.json: Hugging Face model. cluster.toml: cluster." in said
+    assert "Not opened: words.txt." in said
+    assert "Not opened: large.json. 'large.json' has 1.05 MB" in said
+    page.get_by_role("button", name="Undo").click()
+    until(page, "location.hash.includes('view=learn')")
+    page.get_by_role("link", name="Plan").click()
+    shows(page, "tiny on 8 ")
+
+
+def test_the_inputs_come_back_when_the_catalog_could_not_be_read(server: str, open_page: Open) -> None:
+    page = open_page(server + "/static/style.css", ready="", offline=True)
+    page.route("**/api/catalog", lambda route: route.abort(), times=1)
+    page.goto(server + "/" + SMALL)
+    page.get_by_role("button", name="Try again").click()
+    page.get_by_role("group", name="Tensor parallel, tp").wait_for()
 
 
 def test_a_file_that_is_not_known_changes_nothing(server: str, open_page: Open, tmp_path: Path) -> None:
@@ -47,9 +81,9 @@ def test_a_file_that_is_not_known_changes_nothing(server: str, open_page: Open, 
              "run.toml": "[run]\nsteps = 3\n", "model.toml": '[model]\nname = "none"\nlayers = -3\n'}  # fmt: skip
     for name, text in wrong.items():
         opened(page, tmp_path / name, text)
-        page.locator("#inputs .notice.error").wait_for()
+        page.locator("#files .notice.error").wait_for()
         assert page.url == before, name
-        page.evaluate("document.querySelectorAll('#inputs .notice').forEach((node) => node.remove())")
+        page.evaluate("document.querySelectorAll('#files .notice').forEach((node) => node.remove())")
 
 
 def test_plan_settings_launch_files_charts_and_tables_are_saved(server: str, open_page: Open) -> None:
@@ -110,6 +144,6 @@ def test_an_opened_settings_file_sets_the_inputs(server: str, open_page: Open, t
     opened(page, tmp_path / "llama.toml", TITAN)
     shows(page, "llama3-8b")
     until(page, "location.hash.includes('torchtitan')")
-    shows(page, "settings of torchtitan", "#inputs .notice")
+    shows(page, "settings of torchtitan", "#files .notice")
     opened(page, tmp_path / "llama.toml", TITAN.replace("tensor_parallel_degree = 4", "tensor_parallel_degree = 3"))
-    shows(page, "MW-SET-001", "#inputs")
+    shows(page, "MW-SET-001", "#files")

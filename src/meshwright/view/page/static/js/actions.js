@@ -74,11 +74,9 @@ function save() {
     run(() => written(kind, name));
   } }, h("option", { value: "" }, `${label} …`));
   const settings = choose("Settings of a framework", "settings"), launch = choose("Launch file", "launch");
-  source.catalog().then(({ frameworks, launchers }) => {
-    settings.append(...frameworks.map(({ name, title }) => h("option", { value: name }, title)));
-    launch.append(...launchers.map(({ name }) => h("option", { value: name }, name)));
-  });
-  const menu = h("details", { class: "menu", onkeydown: (event) => event.key === "Escape" && (menu.open = false) }, h("summary", { class: "button" }, "Save or share"), h("div", null,
+  const fill = (select, entries) => select.length > 1 || select.append(...entries.map(({ name, title }) => h("option", { value: name }, title ?? name)));
+  const offer = () => source.catalog().then(({ frameworks, launchers }) => (fill(settings, frameworks), fill(launch, launchers)), (error) => toast(error.message));
+  const menu = h("details", { class: "menu", ontoggle: () => menu.open && offer(), onkeydown: (event) => event.key === "Escape" && (menu.open = false) }, h("summary", { class: "button" }, "Save or share"), h("div", null,
     item("Copy the link", () => copy(location.href)),
     item("Plan file", async () => download("plan.toml", (await source.text(state.config())).toml)),
     item("Copy the command", async () => copy((await source.text(state.config())).command)),

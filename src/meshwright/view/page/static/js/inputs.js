@@ -110,7 +110,7 @@ function knobs() {
   const cluster = picker("Cluster", (name) => mendAfter({ cluster: { extends: name, gpus: gpus() || 8 } }));
   return h("div", { class: "knobs" },
     follow(model, () => [catalog.models, nameOf(state.get().model)]), follow(cluster, () => [catalog.clusters, nameOf(state.get().cluster)]),
-    presets(), files.picker(), when(() => plan("pp") > 1, word("schedule", "Pipeline schedule")), ofWorkload("precision", "Precision", chips), when(() => plan("pp") > 1, degree("virtual", "Stages per rank, virtual", undefined, 4)),
+    presets(), h("div", { class: "field drop" }, files.picker("Open files"), h("small", null, "or drop them anywhere")), when(() => plan("pp") > 1, word("schedule", "Pipeline schedule")), ofWorkload("precision", "Precision", chips), when(() => plan("pp") > 1, degree("virtual", "Stages per rank, virtual", undefined, 4)),
     sized("cluster.gpus", "GPUs", gpus, format.whole), sized("workload.batch", "Global batch, samples", () => workload("batch"), format.whole),
     when(hasSequence, sized("workload.seq", "Sequence, tokens", () => workload("seq"), format.whole)), degree("zero", "ZeRO stage"), degree("recompute", "Recompute"),
     degree("tp", "Tensor parallel, tp"), degree("pp", "Pipeline stages, pp"), degree("cp", "Context parallel, cp"),
@@ -178,11 +178,12 @@ export async function begin(element) {
   try {
     catalog = await source.catalog();
   } catch (error) {
-    form.append(refusal(error.error));
+    form.replaceChildren(refusal(error.error), h("button", { type: "button", onclick: () => begin(clear(form)) }, "Try again"));
     return;
   }
   const all = h("details", { id: "all-settings" }, h("summary", null, "All settings, own model and own cluster"), h("div", { class: "sections" }, section("Model", () => nameOf(state.get().model), ownModel(state, catalog, () => choices?.model, mendAfter, widgets)), section("Cluster", () => nameOf(state.get().cluster), ownCluster(state, catalog, mendAfter, widgets)), workloadSection(), planSection()));
-  form.append(problems, files.begin(gpus, mendAfter), knobs(), all);
+  files.begin(gpus, mendAfter);
+  form.append(problems, knobs(), all);
   show();
   ask();
 }

@@ -68,8 +68,11 @@ export async function views({ config, views: names, options }, signal, onanswer)
 }
 
 let loaded = null;
-/** The catalog, asked for once: inputs and actions both need it. */
-export const catalog = () => (loaded ??= live ? json("/api/catalog") : Promise.resolve(embedded.catalog));
+/** The catalog, asked for until it is there: inputs and actions both need it. */
+export const catalog = () => (loaded ??= (live ? json("/api/catalog") : Promise.resolve(embedded.catalog)).catch((error) => {
+  loaded = null;
+  throw error;
+}));
 export const choices = (config, signal) => json("/api/choices", { body: config, signal });
 export const mend = (config) => json("/api/mend", { body: config });
 export const text = (config, signal) => json("/api/text", { body: config, signal });

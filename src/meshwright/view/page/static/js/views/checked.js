@@ -1,7 +1,7 @@
 // A comparison of two recordings of `check`: the network as a strip of modules with the first difference marked, and what the terminal shows.
 
 import { contentWidth, figure, h, label, legend, panel, rect, svg } from "meshwright/draw.js";
-import { read, zone } from "meshwright/dropped.js";
+import { read, zone } from "meshwright/files.js";
 import * as source from "meshwright/source.js";
 import { parts } from "meshwright/views/sheet.js";
 

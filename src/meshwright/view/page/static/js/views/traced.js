@@ -1,7 +1,7 @@
 // Traced steps beside the prediction: a strip per rank, what to change first, and the waterfall from the predicted to the measured step.
 
 import { format, h, legend, panel, stat, table } from "meshwright/draw.js";
-import { zone } from "meshwright/dropped.js";
+import { zone } from "meshwright/files.js";
 import { laneOf, lanes } from "meshwright/lanes.js";
 import * as source from "meshwright/source.js";
 import { falling } from "meshwright/views/waterfall.js";
