@@ -198,7 +198,7 @@ export function stacked(chart, rows, { x, y, focus = true } = {}) {
     let sum = row.start ?? 0;
     for (const part of row.parts) {
       if (!(part.value > 0)) continue;
-      const options = { fill: part.colour, pattern: part.pattern, formula: part.formula, focus, round: 0 };
+      const options = { fill: part.colour ?? "compute", pattern: part.pattern, formula: part.formula, focus, round: 0 };
       rect(chart, x(sum), y(row.label), x(sum + part.value) - x(sum), y.width, options);
       sum += part.value;
     }

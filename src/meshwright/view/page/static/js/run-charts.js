@@ -1,6 +1,7 @@
 // The figures of training runs: curves with a linked pointer, predicted against measured by part, a measured step above the simulated one, and what
 // happened when. A run has one colour in all of them.
 
+import { inSeconds } from "meshwright/bars.js";
 import { area, axis, band, bars, figure, format, formula, h, hide, label, legend, line, linear, log, panel, scatter, show, svg, table } from "meshwright/draw.js";
 import { firstAfter, laneOf, lanes } from "meshwright/lanes.js";
 import * as part from "meshwright/parts.js";
@@ -141,9 +142,9 @@ export function parts(element, runs) {
   const names = [...new Set(all.flatMap((c) => [...Object.keys(c.exposed_s), ...Object.keys(c.predicted_exposed_s)]))].filter((name) => all.some((c) => of(c, name).some(Boolean)));
   const rows = names.flatMap((name) => runs.flatMap(({ run, colour }) => of(run.parts.communication, name).map((value, predicted) => ({ label: `${name} ${run.name} ${predicted}`, name, value, colour, pattern: predicted ? "hatch" : null, text: value ? format.seconds(value) : "", formula: `${part.NAMES[name] ?? name}, ${predicted ? "predicted" : "measured"}${runs.length > 1 ? ` in ${run.name}` : ""}: ${format.seconds(value)}` }))));
   const small = element.clientWidth < 480, chart = figure(box, { height: 46 + 16 * rows.length + 6 * names.length, left: small ? 96 : 130, right: 70, bottom: 38, label: rows.map((r) => r.formula).join("; ") });
-  const most = Math.max(...rows.map((r) => r.value)), unit = most < 1 ? ["ms", 1e3] : ["s", 1], groups = band(names, [0, chart.height], { gap: 0.12 });
+  const most = Math.max(...rows.map((r) => r.value)), groups = band(names, [0, chart.height], { gap: 0.12 });
   const x = linear([0, most], [0, chart.width]), tall = groups.width / (2 * runs.length);
-  axis(chart, x, "bottom", { label: unit[0], format: (v) => format.number(v * unit[1]), ticks: small ? 3 : 6 });
+  axis(chart, x, "bottom", { ...inSeconds("", most), ticks: small ? 3 : 6 });
   names.forEach((name) => label(chart, part.NAMES[name] ?? name, -8, groups(name) + groups.width / 2, { anchor: "end", middle: true, size: 11, colour: "quiet" }));
   const y = Object.assign((key) => groups(rows.find((r) => r.label === key).name) + tall * (rows.findIndex((r) => r.label === key) % (2 * runs.length)), { kind: "band", width: tall * 0.86 });
   bars(chart, rows, { x, y, focus: false });

@@ -1,7 +1,8 @@
 // Scenarios: named whole configurations, pinned beside the present one, compared in a table and in charts that share their axes.
 // They are in the address (up to eight) and in a file. The charts of all scenarios light up together.
 
-import { axis, band, clear, figure, format, h, label, legend, linear, panel, stacked, svg, table } from "meshwright/draw.js";
+import { bars } from "meshwright/bars.js";
+import { clear, format, h, legend, panel, table } from "meshwright/draw.js";
 import { toast } from "meshwright/notice.js";
 import * as part from "meshwright/parts.js";
 import * as save from "meshwright/save.js";
@@ -57,29 +58,19 @@ export async function draw(element) {
   clear(element).append(h("h2", null, "Scenarios"));
   const titles = ["Step time by part", "Memory of the fullest GPU"], [time, room] = titles.map((title) => panel(title, null));
   element.append(h("div", { class: "columns", hidden: !drawn.length }, time, room), panel(null, null, compared(list, catalog)));
-  bars(time, titles[0], drawn, "s", (one) => one.waterfall.data.overlap.rows.find((row) => row.name === "this plan").parts.map((p) => ({ value: p.s, ...part.step(p.part), formula: `${one.name}\n${part.NAMES[p.part] ?? p.part} ${format.seconds(p.s)}`, name: part.NAMES[p.part] ?? p.part })), (one) => format.seconds(one.data.step_time_s));
-  bars(room, titles[1], drawn, "GiB", (one) => one.memory.data.stages[one.memory.data.fullest].parts.map((p) => ({ value: p.gib, ...part.memory(p.name), formula: `${one.name}\n${p.name} ${format.gib(p.gib)}`, name: p.name })), (one) => format.gib(one.data.memory_gib), (one) => one.data.memory_limit_gib);
+  chart(time, titles[0], drawn, "s", (one) => one.waterfall.data.overlap.rows.find((row) => row.name === "this plan").parts.map((p) => ({ value: p.s, ...part.step(p.part), formula: `${one.name}\n${part.NAMES[p.part] ?? p.part} ${format.seconds(p.s)}`, name: part.NAMES[p.part] ?? p.part })), (one) => format.seconds(one.data.step_time_s));
+  chart(room, titles[1], drawn, "GiB", (one) => one.memory.data.stages[one.memory.data.fullest].parts.map((p) => ({ value: p.gib, ...part.memory(p.name), formula: `${one.name}\n${p.name} ${format.gib(p.gib)}`, name: p.name })), (one) => format.gib(one.data.memory_gib), (one) => one.data.memory_limit_gib);
   save.attach(element, "scenarios");
   link(element);
 }
 
 /** One chart of stacked bars, a bar for each scenario on the same axis. */
-function bars(box, title, list, unit, partsOf, text, limitOf = null) {
-  const rows = list.map((one) => ({ one, label: String(one.i), parts: partsOf(one) }));
-  const most = Math.max(...rows.map((r) => Math.max(r.parts.reduce((sum, p) => sum + p.value, 0), limitOf?.(r.one) ?? 0)));
-  const c = figure(box, { height: 44 + 26 * rows.length, left: 150, right: 74, bottom: 38, label: `${title}: ${rows.map((r) => `${r.one.name} ${text(r.one)}`).join("; ")}` });
-  const x = linear([0, most], [0, c.width]), y = band(rows.map((r) => r.label), [0, c.height], { gap: 0.28 });
-  axis(c, x, "bottom", { label: unit });
-  for (const r of rows) {
-    const plot = svg("g", { dataset: { scenario: r.one.i } }), chart = { ...c, plot }, middle = y(r.label) + y.width / 2, limit = limitOf?.(r.one);
-    c.plot.append(plot);
-    stacked(chart, [r], { x, y, focus: false });
-    label(chart, r.one.name.length > 23 ? `${r.one.name.slice(0, 22)}…` : r.one.name, -8, middle, { anchor: "end", middle: true, size: 11, colour: r.one.i ? "quiet" : "ink" });
-    label(chart, text(r.one), x(r.parts.reduce((sum, p) => sum + p.value, 0)) + 6, middle, { middle: true, size: 11, weight: 600, colour: r.one.data.fits ? "ink" : "bad", halo: true });
-    if (limit) plot.append(svg("line", { x1: x(limit), x2: x(limit), y1: y(r.label) - 2, y2: y(r.label) + y.width + 2, stroke: "bad", "stroke-width": 2 }));
-  }
+function chart(box, title, list, unit, partsOf, text, limitOf = () => 0) {
+  const short = (name) => (name.length > 23 ? `${name.slice(0, 22)}…` : name);
+  const rows = list.map((one) => ({ key: { scenario: one.i }, label: short(one.name), text: text(one), tone: one.data.fits ? "ink" : "bad", limit: limitOf(one), parts: partsOf(one) }));
+  bars(box, rows, { left: 150, right: 74, weight: 600, focus: false, x: { label: unit }, label: `${title}: ${list.map((one) => `${one.name} ${text(one)}`).join("; ")}` });
   const used = new Map(rows.flatMap((r) => r.parts.filter((p) => p.value > 0).map((p) => [p.name, p])));
-  box.append(legend([...[...used.values()].map((p) => ({ label: p.name, colour: p.colour, pattern: p.pattern })), ...(limitOf ? [{ label: "limit of the GPU", colour: "bad", shape: "line" }] : [])]));
+  box.append(legend([...[...used.values()].map((p) => ({ label: p.name, colour: p.colour, pattern: p.pattern })), ...(rows.some((r) => r.limit) ? [{ label: "limit of the GPU", colour: "bad", shape: "line" }] : [])]));
 }
 
 /** Results, and every field in which two scenarios differ. What differs from the present configuration is marked. */

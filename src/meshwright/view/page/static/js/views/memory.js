@@ -1,6 +1,7 @@
 // Memory: stacked by part with the capacity line, per pipeline stage, and over time within the step.
 
-import { area, axis, band, choice, figure, format, h, label, legend, linear, line, panel, stacked, stat, threshold } from "meshwright/draw.js";
+import { bars, inSeconds } from "meshwright/bars.js";
+import { area, axis, choice, figure, format, h, label, legend, linear, line, panel, stat, threshold } from "meshwright/draw.js";
 import * as part from "meshwright/parts.js";
 
 export const view = {
@@ -32,29 +33,20 @@ function stats(data) {
 /** The stacked bars of the stages. Shared with the overview. */
 export function stages(element, data, { most = 16 } = {}) {
   const shown = data.stages.length > most ? [...data.stages.slice(0, most / 2), ...data.stages.slice(-most / 2)] : data.stages;
-  const rows = shown.map((stage) => ({ label: `stage ${stage.stage}`, total: stage.total_gib, parts: stage.parts.map((p) => ({ value: p.gib, ...part.memory(p.name), formula: `${p.name}: ${format.gib(p.gib)}\n${p.formula}` })) }));
-  const peak = Math.max(...rows.map((r) => r.total)), far = data.limit_gib > 4 * peak; // a small model: the limit would hide its bars
-  const most_gib = far ? peak * 1.25 : Math.max(data.limit_gib, peak) * 1.02;
-  const chart = figure(element, { height: 56 + Math.min(26, 220 / Math.sqrt(rows.length)) * rows.length, left: 62, right: 64, bottom: 40, label: `Memory per GPU by stage: ${rows.map((r) => `${r.label} ${format.gib(r.total)}`).join(", ")}; the limit is ${format.gib(data.limit_gib)}` });
-  const x = linear([0, most_gib], [0, chart.width]), y = band(rows.map((r) => r.label), [0, chart.height]);
-  axis(chart, x, "bottom", { label: "GiB per GPU" });
-  axis(chart, y, "left");
-  stacked(chart, rows, { x, y });
-  for (const r of rows) label(chart, format.gib(r.total), x(r.total) + 6, y(r.label) + y.width / 2, { middle: true, size: 11, colour: r.total > data.limit_gib ? "bad" : "ink", weight: 600, halo: true });
-  if (far) label(chart, `limit ${format.gib(data.limit_gib)} →`, chart.width, -2, { anchor: "end", size: 11, colour: "bad" });
-  else threshold(chart, x(data.limit_gib), `limit ${format.gib(data.limit_gib)}`);
+  const gib = format.gib, rows = shown.map((stage) => ({ label: `stage ${stage.stage}`, text: gib(stage.total_gib), tone: stage.total_gib > data.limit_gib && "bad", parts: stage.parts.map((p) => ({ value: p.gib, ...part.memory(p.name), formula: `${p.name}: ${gib(p.gib)}\n${p.formula}` })) }));
+  const peak = Math.max(...shown.map((stage) => stage.total_gib)), far = data.limit_gib > 4 * peak; // a small model: the limit would hide its bars
+  bars(element, rows, { left: 62, right: 64, top: 18, tall: Math.min(26, 220 / Math.sqrt(rows.length)), weight: 600, x: { label: "GiB per GPU", most: far ? peak * 1.25 : Math.max(data.limit_gib, peak) * 1.02 }, limit: { at: data.limit_gib, words: `limit ${gib(data.limit_gib)}${far ? " →" : ""}` },
+    label: `Memory per GPU by stage: ${rows.map((r) => `${r.label} ${r.text}`).join(", ")}; the limit is ${gib(data.limit_gib)}` });
   if (shown.length < data.stages.length) element.append(h("p", { class: "sentence" }, `The first and last ${most / 2} of ${data.stages.length} stages.`));
   element.append(legend(data.parts.map((name) => ({ label: name, ...part.memory(name) }))));
-  return chart;
 }
 
 function overTime(element, data) {
   const { points, total_s: total, constant_gib: constant, peak_gib: peak } = data.timeline;
   const chart = figure(element, { height: 230, left: 56, label: `Memory of stage ${data.timeline.stage} over one step: ${format.gib(constant)} constant, peak ${format.gib(peak)}` });
-  const unit = total >= 1 ? ["s", 1] : ["ms", 1e3];
   const x = linear([0, total], [0, chart.width]), far = data.limit_gib > 4 * peak, y = linear([0, (far ? peak * 1.2 : Math.max(peak, data.limit_gib)) * 1.05], [chart.height, 0]);
   axis(chart, y, "left", { label: "GiB" });
-  axis(chart, x, "bottom", { label: `time within the step, ${unit[0]}`, format: (v) => format.number(v * unit[1]) });
+  axis(chart, x, "bottom", inSeconds("time within the step", total));
   const steps = points.map(([t, gib]) => ({ x: t, y: constant + gib, base: constant }));
   area(chart, [{ x: 0, y: constant }, { x: total, y: constant }], { x, y, colour: "parameters", opacity: 0.45 });
   area(chart, steps, { x, y, colour: "activations", opacity: 0.75, steps: true });

@@ -1,6 +1,7 @@
 // Step time against memory of many plans, and the Pareto front on which less memory costs the least time.
 
-import { axis, figure, format, label, legend, line, linear, panel, scatter, svg, table } from "meshwright/draw.js";
+import { inSeconds } from "meshwright/bars.js";
+import { axis, figure, format, label, legend, line, linear, panel, scatter, table, threshold } from "meshwright/draw.js";
 
 const GIB = 2 ** 30, SHAPES = ["circle", "square", "triangle", "diamond"];
 
@@ -31,13 +32,11 @@ function chart(element, data, context, style) {
   const shown = data.points.filter((p) => p.memory_bytes < 1.4 * data.limit_bytes), above = shown.filter((p) => p.step_time_s > slow).length;
   const c = figure(element, { height: 370, left: 62, right: 20, top: 22, bottom: 42, label: `${data.points.length} plans; ${data.note}` });
   c.root.setAttribute("role", "group"); // its points are buttons
-  const x = linear([0, Math.max(data.limit_bytes * 1.08, ...shown.map((p) => p.memory_bytes), Math.min(data.mine.memory_bytes * 1.03, 1.6 * data.limit_bytes)) / GIB], [0, c.width]), unit = slow >= 1 ? ["s", 1] : ["ms", 1e3];
+  const x = linear([0, Math.max(data.limit_bytes * 1.08, ...shown.map((p) => p.memory_bytes), Math.min(data.mine.memory_bytes * 1.03, 1.6 * data.limit_bytes)) / GIB], [0, c.width]);
   const y = linear([quick * 0.94, slow * 1.03], [c.height, 0]);
   axis(c, x, "bottom", { label: "memory of the fullest GPU, GiB" });
-  axis(c, y, "left", { label: `step time, ${unit[0]}`, format: (v) => format.number(v * unit[1]) });
-  const limit = x(data.limit_bytes / GIB);
-  c.plot.append(svg("line", { x1: limit, x2: limit, y1: 0, y2: c.height, stroke: "bad", "stroke-width": 2, "stroke-dasharray": "5 4" }));
-  label(c, `GPU memory ${format.gib(data.limit_bytes / GIB)}`, limit - 5, 8, { anchor: "end", size: 11, colour: "bad", halo: true });
+  axis(c, y, "left", inSeconds("step time", slow));
+  threshold(c, x(data.limit_bytes / GIB), `GPU memory ${format.gib(data.limit_bytes / GIB)}`);
   if (above) label(c, `${above} slower ${above === 1 ? "plan" : "plans"} at the upper edge`, 4, -4, { size: 11, colour: "quiet" });
   const front = [...data.front].sort((a, b) => a.memory_bytes - b.memory_bytes);
   if (front.length) line(c, [...front.map((p) => ({ x: p.memory_bytes / GIB, y: p.step_time_s })), { x: data.limit_bytes / GIB, y: front[front.length - 1].step_time_s }], { x, y, steps: true, colour: "quiet", dash: "3 3", width: 1.6 });

@@ -1,6 +1,7 @@
 // The communication roofline: what a device sends through each level of links against its ceiling; and the roofline of the whole step.
 
-import { axis, band, bars, figure, format, h, label, legend, line, linear, log, panel, scatter, svg, table } from "meshwright/draw.js";
+import { bars } from "meshwright/bars.js";
+import { axis, figure, format, h, label, legend, line, log, panel, scatter, svg, table } from "meshwright/draw.js";
 
 const LEVELS = ["compute", "tp", "optimizer", "ep", "cp"], DASHES = [null, null, "7 5", "2 4", "9 3 2 3"], SHAPES = { tp: "square", cp: "triangle", ep: "diamond", pp: "cross", dp: "circle" };
 
@@ -64,9 +65,6 @@ function list(data) {
 function ceilings(element, rows) {
   const used = rows.filter((c) => c.bytes > 0);
   if (!used.length) return element.append(h("p", { class: "empty" }, "Nothing is sent."));
-  const c = figure(element, { height: 46 + 34 * used.length, left: 74, right: 120, bottom: 40, label: used.map((r) => `${r.level}: at most ${format.percent(r.efficiency, 0)} of the peak`).join(", ") });
-  const x = linear([0, 1], [0, c.width]), y = band(used.map((r) => r.level), [0, c.height], { gap: 0.35 });
-  axis(c, x, "bottom", { label: "share of the peak FLOP/s that the bandwidth of the level allows", format: (v) => format.percent(v, 0) });
-  axis(c, y, "left");
-  bars(c, used.map((r) => ({ label: r.level, value: r.efficiency, colour: LEVELS[rows.indexOf(r) % 5], formula: r.formula, text: `${format.percent(r.efficiency, 0)} · ${format.seconds(r.seconds)}` })), { x, y });
+  const shown = used.map((r) => ({ label: r.level, text: `${format.percent(r.efficiency, 0)} · ${format.seconds(r.seconds)}`, parts: [{ value: r.efficiency, colour: LEVELS[rows.indexOf(r) % 5], formula: r.formula }] }));
+  bars(element, shown, { left: 74, right: 120, tall: 34, x: { most: 1, label: "share of the peak FLOP/s that the bandwidth of the level allows", format: (v) => format.percent(v, 0) } });
 }

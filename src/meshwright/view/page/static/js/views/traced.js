@@ -1,10 +1,10 @@
 // Traced steps beside the prediction: a strip per rank, what to change first, and the waterfall from the predicted to the measured step.
 
+import { bars } from "meshwright/bars.js";
 import { format, h, legend, panel, stat, table } from "meshwright/draw.js";
 import { zone } from "meshwright/files.js";
 import { laneOf, lanes } from "meshwright/lanes.js";
 import * as source from "meshwright/source.js";
-import { falling } from "meshwright/views/waterfall.js";
 
 const COLOURS = {
   "compute: products": "compute", "compute: attention": "weight", "compute: loss": "backward", "compute: optimizer": "optimizer", "compute: other": "recompute",
@@ -69,12 +69,11 @@ function strips(element, data) {
 
 function waterfall(element, predicted) {
   let sum = predicted.step_time_s;
-  const rows = [{ label: "predicted", start: 0, value: sum, colour: "quiet", text: format.seconds(sum) }];
+  const whole = (label, colour) => ({ label, text: format.seconds(sum), parts: [{ value: sum, colour }] }), rows = [whole("predicted", "quiet")];
   for (const part of predicted.rows) {
     const change = part.measured_s - part.predicted_s;
-    rows.push({ label: part.name, start: Math.min(sum, sum + change), value: Math.abs(change), colour: change > 0 ? "bad" : "good", text: `${change > 0 ? "+" : "−"}${format.seconds(Math.abs(change))}`, formula: `${part.name}: ${format.seconds(part.predicted_s)} predicted, ${format.seconds(part.measured_s)} measured\n${part.reason}` });
+    rows.push({ label: part.name, start: Math.min(sum, sum + change), text: `${change > 0 ? "+" : "−"}${format.seconds(Math.abs(change))}`, parts: [{ value: Math.abs(change), colour: change > 0 ? "bad" : "good", formula: `${part.name}: ${format.seconds(part.predicted_s)} predicted, ${format.seconds(part.measured_s)} measured\n${part.reason}` }] });
     sum += change;
   }
-  rows.push({ label: "measured", start: 0, value: sum, colour: "compute", text: format.seconds(sum) });
-  falling(element, rows, { left: 190, label: rows.map((r) => `${r.label} ${r.text}`).join(", ") });
+  bars(element, [...rows, whole("measured", "compute")], { left: 190, right: 100, x: { seconds: "time within the step" } });
 }

@@ -1,0 +1,30 @@
+// One chart of bars from left to right: where a step goes, memory of stages, shares of a peak, scenarios side by side.
+
+import { axis, band, contentWidth, figure, format, label, linear, stacked, svg, threshold } from "meshwright/draw.js";
+
+/** What `axis` needs to show seconds up to `most`: the unit in the words, and numbers in it. */
+export function inSeconds(words, most) {
+  const [unit, factor] = most >= 1 ? ["s", 1] : most >= 1e-3 ? ["ms", 1e3] : ["µs", 1e6];
+  return { label: words ? `${words}, ${unit}` : unit, format: (v) => format.number(v * factor) };
+}
+
+/** Draw rows [{ label, start, parts: [{ value, colour, pattern, formula }], text, tone, limit, key }]: parts follow each other, `text` stands at their end.
+ *  `x`: { label, format, seconds, most }; `limit`: { at, words } is a dashed line; a row's own limit a short one. `key` groups what belongs to a row. */
+export function bars(element, rows, { label: name, left = 112, right = 70, tall = 26, x: across = {}, limit = null, top = 12, weight = null, focus = true }) {
+  const ends = rows.map((r) => (r.start ?? 0) + r.parts.reduce((sum, p) => sum + p.value, 0)), small = contentWidth(element) < 480;
+  const most = across.most ?? Math.max(...ends, limit?.at ?? 0, ...rows.map((r) => r.limit ?? 0));
+  const chart = figure(element, { height: 38 + top + tall * rows.length, left, right, top, bottom: 38, label: name ?? rows.map((r) => `${r.label} ${r.text ?? ""}`).join(", ") });
+  const x = linear([0, most], [0, chart.width]), y = band(rows.map((_, i) => i), [0, chart.height], { gap: 0.28 });
+  axis(chart, x, "bottom", { ticks: small ? 3 : 6, ...(across.seconds === undefined ? { label: across.label, format: across.format ?? ((v) => format.number(v)) } : inSeconds(across.seconds, most)) });
+  axis(chart, y, "left", { format: (i) => rows[i].label });
+  rows.forEach((row, i) => {
+    const plot = row.key === undefined ? chart.plot : svg("g", { dataset: row.key }), one = { ...chart, plot }, end = x(ends[i]), middle = y(i) + y.width / 2;
+    if (plot !== chart.plot) chart.plot.append(plot);
+    stacked(one, [{ ...row, label: i }], { x, y, focus });
+    const inside = end > chart.width - (small ? 20 : 40) && x(row.start ?? 0) > 90; // no room behind the bar
+    if (row.text) label(one, small ? row.text.split(" · ")[0] : row.text, inside ? x(row.start) - 6 : end + 6, middle, { anchor: inside ? "end" : "start", middle: true, size: 11, weight, colour: row.tone || "ink", halo: true });
+    if (row.limit) plot.append(svg("line", { x1: x(row.limit), x2: x(row.limit), y1: y(i) - 2, y2: y(i) + y.width + 2, stroke: "bad", "stroke-width": 2 }));
+  });
+  if (limit) threshold(chart, x(Math.min(limit.at, most)), limit.words);
+  return chart;
+}
