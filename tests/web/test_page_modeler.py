@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.describe.config import load
-from meshwright.view.page import memory, modeler, verdict, waterfall
+from meshwright.view.page import memory, modeler, waterfall
 from meshwright.view.page.subject import Subject
 from web.browser import shows
 
@@ -44,21 +44,6 @@ def test_parts_sum_to_the_step_and_to_the_peak(subject: Subject) -> None:
     assert max(gib for _, gib in room["timeline"]["points"]) == pytest.approx(room["activations_gib"])
     rows = {row["name"]: row["step_time_s"] for row in step["overlap"]["rows"]}
     assert rows["no overlap"] >= rows["this plan"] >= rows["double buffering"]
-
-
-def test_a_low_pipeline_efficiency_has_advice_that_reaches_the_target(subject: Subject) -> None:
-    config = load("examples/llama3-70b-64xh100.toml", ["workload.batch=16", "plan.pp=8", "plan.shard=1", "plan.zero=0"])
-    found = verdict.data(Subject(config))["pipeline"]
-    assert found["efficiency_share"] < 0.8
-    assert found["advice"]
-    base = ["plan.pp=8", "plan.shard=1", "plan.zero=0"]
-    batch = found["raise_to"]["batch"]
-    for size, enough in ((batch, True), (batch - 1, False)):
-        raised = load("examples/llama3-70b-64xh100.toml", [*base, f"workload.batch={size}"])
-        assert (verdict.data(Subject(raised))["pipeline"]["efficiency_share"] >= 0.8) is enough
-    cut = [f"{path}={value}" for path, value in found["cut_to"]["set"].items()]
-    fewer = load("examples/llama3-70b-64xh100.toml", [*base, "workload.batch=16", *cut])
-    assert 1 - Subject(fewer).estimate.bubble_fraction >= 0.8
 
 
 def test_the_modeler_shows_both_values_and_applies_its_advice(server: str, open_page: Open) -> None:

@@ -15,9 +15,9 @@ SMALL = fragment(model="tiny", cluster={"extends": "dgx-h100", "gpus": 8}, workl
                  plan={"tp": 2, "pp": 2, "shard": 2, "zero": 1})  # fmt: skip
 # What each view must draw: a selector and the number of elements at least.
 DRAWN = {
-    "timeline": ("canvas", 1), "stages": (".figure rect", 3), "roofline": (".figure .point", 5), "ranks": (".figure rect", 16),
+    "timeline": ("canvas", 1), "roofline": (".figure .point", 5), "ranks": (".figure rect", 16),
     "goodput": (".figure .point", 10), "heatmap": (".figure rect", 16), "pareto": (".figure .point", 3), "scaling": (".figure .point", 6),
-    "batch": (".figure .point", 6), "sensitivity": (".figure rect", 8), "published": (".figure .point", 15), "collectives": (".figure circle", 8),
+    "batch": (".figure .point", 6), "sensitivity": (".figure rect", 8), "published": ("tbody tr", 10), "collectives": (".figure circle", 8),
     "strategies": ("tbody tr", 20), "zero": (".figure rect", 10), "overlap": (".figure rect", 20),
 }  # fmt: skip
 SERIOUS = ("serious", "critical")

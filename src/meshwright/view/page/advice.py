@@ -7,6 +7,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import values_of
 from meshwright.planner.advice.changes import Change, first_changes
 from meshwright.planner.advice.lint.check import check
+from meshwright.planner.advice.lint.finding import Finding
 from meshwright.units import Json
 from meshwright.view.page.subject import Subject
 
@@ -21,7 +22,7 @@ def data(subject: Subject) -> Json:
         for c in changes
         for changed in [fields_changed(e.plan, c.plan)]
     ]
-    found = [{**f.as_dict(), "set": fields_changed(e.plan, f.fixed)} for f in check(subject.config, e, changes)]
+    found = [{**f.as_dict(), "set": inputs_of(e.plan, f)} for f in check(subject.config, e, changes)]
     offered = [change["set"] for change in first]
     findings = [finding for finding in found if not finding["set"] or finding["set"] not in offered]
     return {"first": first, "findings": findings, "step_time_s": e.prediction.step_time_s}
@@ -31,6 +32,12 @@ def followers(change: Change, changed: Json) -> list[tuple[str, Any]]:
     """The fields that change with the chosen ones, to keep the plan legal."""
     fields = ((path.removeprefix("plan."), value) for path, value in changed.items())
     return [(name, value) for name, value in fields if name not in dict(change.fields)]
+
+
+def inputs_of(plan: Plan, finding: Finding) -> Json:
+    """The inputs that apply the fix of a finding: fields of the plan, or a larger batch."""
+    batch = finding.fix.partition("--set workload.batch=")[2]
+    return {"workload.batch": int(batch)} if batch.isdecimal() else fields_changed(plan, finding.fixed)
 
 
 def fields_changed(old: Plan, new: Plan | None) -> Json:

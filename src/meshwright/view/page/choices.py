@@ -125,7 +125,7 @@ def sizes(config: Config, plan: PlanFields, legal_config: Config | None) -> dict
 
 
 def add_size_effects(now: Config, priced: list[tuple[Json, Config]]) -> None:
-    """Add to each choice what its size or precision does to the step time and the memory. Those that differ in the batch alone are costed together."""
+    """Add to each choice what its size or precision does to the step time and the memory. Those that differ in the batch alone share a batch."""
     groups: dict[Any, list[tuple[Json, Config, Plan]]] = {}
     for choice, config in [({}, now), *priced]:
         if plan := within_memory(config, config.plan):

@@ -23,13 +23,7 @@ SHAPES: dict[str, Any] = {
         "headline": S, "sentence": S, "fits": B, "bound_by": S, "step_time_s": N, "step_time_low_s": N, "step_time_high_s": N, "mfu": N,
         "mfu_tone": S, "memory_gib": N, "memory_limit_gib": N, "tokens_per_s": N, "unit": S, "own_trainer": S,
         "targets": [{"name": S, "share": N, "target": S, "good": B}], "training": O_,
-        "pipeline": {
-            "?": {
-                "efficiency_share": N, "target_share": N, "microbatches": I, "stages": I, "advice": S,
-                "raise_to": {"?": {"microbatches": I, "batch": I}},
-                "cut_to": {"?": {"stages": I, "set": O}},
-            },
-        },
+        "pipeline": {"?": {"efficiency_share": N, "target_share": N}},
         "assumed": [S], "calibrated": S, "formulas": {"*": S},
     },
     "advice": {
@@ -74,12 +68,6 @@ SHAPES: dict[str, Any] = {
             "in_flight": N, "formula": S,
         }],
         "choices": [{"name": S, "about": S, "legal": B, "reason": S}], "note": S,
-    },
-    "stages": {
-        "bandwidth": {"?": {"message_bytes": N, "level": S, "available": N,
-                        "rows": [{"stage": I, "compute_s": N, "needed": N, "formula": S}], "most_needed": N}},
-        "chunks": {"?": {"total_bytes": N, "transfer_s": N, "overhead_s": N, "best": I, "now": I, "bucket_bytes": N, "curve": [[N]], "formula": S}},
-        "note": S,
     },
     "roofline": {
         "levels": [{"name": S, "bandwidth": N, "alpha_s": N, "crossover_bytes": N, "curve": [[N]], "formula": S}],
@@ -127,15 +115,11 @@ SHAPES: dict[str, Any] = {
     "sensitivity": {"share": N, "rows": [{"what": S, "less": N_, "more": N_, "note": S, "formula": S}], "note": S},
     "published": {
         "model": S, "accelerator": S,
-        "rows": [{
-            "case": S, "title": S, "model": S, "by": S, "what": S, "unit": S, "published": N, "ours": N, "low": N, "high": N, "ratio": N,
-            "within": B, "source": S, "formula": S, "this_model": B,
-        }],
         "runs": [{
             "run": S, "model": S, "shape": [I], "accelerator": S, "gpus": I, "plan": S, "measured_s": N, "predicted_s": N, "low_s": N, "high_s": N,
             "tokens_per_s_per_gpu": N, "ratio": N, "within": B, "source": S, "formula": S, "like": S,
         }],
-        "plan": O, "sources": [{"source": S, "figures": I, "error": N, "bias": N}], "matches": I, "note": S,
+        "plan": O, "note": S,
     },
     "collectives": {
         "operation": S, "algorithm": S, "operations": [{"name": S, "about": S, "dual": S, "used": S}],

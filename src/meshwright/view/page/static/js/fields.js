@@ -137,62 +137,27 @@ export function entry(label, about, pick, { type = "number", min = 0, placeholde
   };
 }
 
-/** A box to search entries [{ name, about }]: type, arrow keys, Enter. */
+/** A box to search entries [{ name, about }]: the browser offers those that match what is typed; Enter takes the first of them. */
 export function picker(label, pick) {
-  const id = unique(label), listId = `${id}-list`;
-  let entries = [], shown = [], at = 0, current = "";
-  const list = h("div", { class: "list", id: listId, role: "listbox", "aria-label": label, hidden: true });
-  const input = h("input", { type: "search", id, role: "combobox", "aria-expanded": "false", "aria-controls": listId, "aria-autocomplete": "list", spellcheck: "false",
-    onfocus: () => { input.select(); open(""); }, oninput: () => open(input.value), onblur: () => setTimeout(close, 120), onkeydown: key });
-  const about = h("small", { class: "about" });
-  function open(query) {
-    const parts = query.toLowerCase().split(/\s+/).filter(Boolean);
-    shown = entries.filter((e) => parts.every((p) => `${e.name} ${e.about ?? ""}`.toLowerCase().includes(p)));
-    at = Math.max(0, shown.findIndex((e) => e.name === current));
-    clear(list).append(...shown.map((e, i) => h("div", { role: "option", id: `${listId}-${i}`, "aria-selected": "false", onpointerdown: (event) => { event.preventDefault(); choose(e); } }, h("span", null, e.name), h("small", null, e.about ?? ""))));
-    if (!shown.length) list.append(h("div", { role: "option", "aria-disabled": "true", "aria-selected": "false" }, "no entry matches"));
-    list.hidden = false;
-    input.setAttribute("aria-expanded", "true");
-    mark();
-  }
-  function mark() {
-    [...list.children].forEach((node, i) => node.setAttribute("aria-selected", String(i === at && shown.length > 0)));
-    input.setAttribute("aria-activedescendant", shown.length ? `${listId}-${at}` : "");
-    list.children[at]?.scrollIntoView({ block: "nearest" });
-  }
-  function close() {
-    list.hidden = true;
-    input.setAttribute("aria-expanded", "false");
-    input.removeAttribute("aria-activedescendant");
-    input.value = current;
-  }
-  function choose(e) {
-    current = e.name;
-    close();
-    pick(e.name);
-  }
-  function key(event) {
-    const move = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (event.key === "Escape") close();
-    if (event.key === "Enter") {
-      event.preventDefault();
-      if (!list.hidden && shown[at]) choose(shown[at]);
-    }
-    if (move) {
-      event.preventDefault();
-      if (list.hidden) open("");
-      else at = (at + move + shown.length) % Math.max(1, shown.length);
-      mark();
-    }
-  }
+  const id = unique(label), list = h("datalist", { id: `${id}-list` }), about = h("small", { class: "about" });
+  let entries = [], current = "";
+  const take = (found) => {
+    if (!found || found.name === current) return;
+    current = found.name;
+    input.blur();
+    pick(current);
+  };
+  const typed = () => entries.find((e) => e.name === input.value.trim());
+  const matching = () => entries.find((e) => input.value.trim().toLowerCase().split(/\s+/).every((part) => `${e.name} ${e.about ?? ""}`.toLowerCase().includes(part)));
+  const input = h("input", { type: "text", id, list: list.id, autocomplete: "off", spellcheck: "false", oninput: () => take(typed()), onfocus: () => { input.placeholder = current; input.value = ""; },
+    onblur: () => { input.value = current; }, onkeydown: (event) => event.key === "Enter" && (event.preventDefault(), input.value && take(typed() ?? matching())) });
   return {
     node: h("div", { class: "field" }, h("label", { for: id }, label), input, list, about),
     follow(found, name) {
-      entries = found;
-      current = name;
+      if (entries !== found) clear(list).append(...found.map((e) => h("option", { value: e.name }, e.about ?? "")));
+      [entries, current] = [found, name];
       if (document.activeElement !== input) input.value = name;
       about.textContent = entries.find((e) => e.name === name)?.about ?? "";
     },
   };
 }
-

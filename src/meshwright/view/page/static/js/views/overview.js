@@ -15,23 +15,21 @@ export const view = {
     element.append(h("div", { class: "overview" }, time, room, next), about(verdict));
     steps(time, waterfall);
     stages(room, memory, { most: 6 });
-    changes(next, verdict, advice, context);
+    changes(next, advice, context);
   },
 };
 
-/** The changes that save most, then advice for the pipeline and the findings of lint, each with a button that applies it. */
-function changes(element, verdict, advice, context) {
+/** The changes that save most, then the findings of lint, each with a button that applies it. */
+function changes(element, advice, context) {
   const list = h("ul", { class: "advice" });
-  const apply = (words, set) => (context.live && Object.keys(set).length ? h("button", { type: "button", class: "small", onclick: () => context.update(set) }, words) : null);
+  const apply = (set) => (context.live && Object.keys(set).length ? h("button", { type: "button", class: "small", onclick: () => context.update(set) }, "Apply") : null);
   const share = (seconds) => `${format.seconds(Math.abs(seconds))} (${format.percent(Math.abs(seconds) / advice.step_time_s)})`;
-  const item = (head, words, ...buttons) => list.append(h("li", null, h("span", null, h("b", null, head), words), buttons));
+  const item = (head, words, button) => list.append(h("li", null, h("span", null, h("b", null, head), words), button));
   for (const c of advice?.first ?? []) {
     const effect = c.saves_s >= 0 ? `saves ${share(c.saves_s)}` : `takes ${share(c.saves_s)} longer, and fits`;
-    item(c.title, `${c.follows ? `, with ${c.follows}` : ""}: ${effect}; ${format.gib(c.memory_gib)}`, apply("Apply", c.set));
+    item(c.title, `${c.follows ? `, with ${c.follows}` : ""}: ${effect}; ${format.gib(c.memory_gib)}`, apply(c.set));
   }
-  const p = verdict.pipeline;
-  if (p?.advice) item("Low pipeline efficiency. ", `${p.advice[0].toUpperCase()}${p.advice.slice(1)}.`, p.raise_to && apply(`${p.raise_to.microbatches} micro-batches`, { "workload.batch": p.raise_to.batch }), p.cut_to?.set && apply(`${p.cut_to.stages} stages`, p.cut_to.set));
-  for (const f of advice?.findings ?? []) item(`${f.name[0].toUpperCase()}${f.name.slice(1)}. `, `${f.what}.${f.cost_s ? ` Costs ${share(f.cost_s)}.` : ""}`, f.saves_s > 0 && apply("Apply", f.set));
+  for (const f of advice?.findings ?? []) item(`${f.name[0].toUpperCase()}${f.name.slice(1)}. `, `${f.what}.${f.cost_s ? ` Costs ${share(f.cost_s)}.` : ""}`, f.saves_s > 0 && apply(f.set));
   element.append(list.children.length ? list : h("p", null, advice ? "No change of one or two fields makes this plan faster." : context.live ? "Computing …" : "The live page computes them."));
 }
 

@@ -30,7 +30,7 @@ export const view = {
     timelines(box, data, shown);
     box.append(legend([...kindsOf(shown).map((k) => ({ label: `${k} ${data.kinds[k]}`, colour: COLOURS[k] })), ...closingOf(shown).map((part) => ({ label: CLOSING_NAMES[part] ?? part, colour: CLOSING[part] })), { label: "bubble", colour: "grid" }]));
     if (shown.length > 1) box.append(comparison(shown));
-    if (data.stages.length > 1) element.append(cards(data));
+    if (data.stages.length > 1) element.append(stages(data));
   },
 };
 
@@ -93,13 +93,8 @@ function comparison(panels) {
   ], panels, { caption: "The same stages with each schedule" });
 }
 
-function cards(data) {
-  const most = Math.max(...data.stages.map((s) => s.forward_s + s.backward_s));
-  const box = panel("Stages", `Activations flow forward, gradients backward: ${format.bytes(data.stages[0].message_bytes)} per micro-batch and direction at every boundary.`);
-  const list = h("ol", { style: { display: "grid", "grid-template-columns": "repeat(auto-fill, minmax(10.5rem, 1fr))", gap: ".5rem" } }, data.stages.slice(0, 64).map((s) => {
-    const bar = (value, colour) => h("span", { style: { display: "inline-block", height: "6px", width: `${(88 * value) / most}%`, background: `var(--${colour})` } });
-    return h("li", { class: "stat", title: s.formula }, h("span", { class: "name" }, `stage ${s.stage} · rank ${s.rank}`), h("b", null, `${s.layers} ${s.layers === 1 ? "layer" : "layers"}`), h("span", { class: "detail" }, [s.ends.length ? `+ ${s.ends.join(", ")} · ` : "", `${format.count(s.parameters)} parameters`]), h("span", { "aria-hidden": "true" }, bar(s.forward_s, "forward"), bar(s.backward_s, "backward")), h("span", { class: "detail" }, `F ${time(s.forward_s)} · B ${time(s.backward_s)}`), h("span", { class: "detail" }, `${format.gib(s.memory_gib)} · ${format.number(s.in_flight)} in flight`));
-  }));
-  box.append(list);
-  return box;
-}
+const stages = (data) => panel("Stages", `Activations flow forward, gradients backward: ${format.bytes(data.stages[0].message_bytes)} per micro-batch and direction at every boundary.`, table([
+  { title: "stage", key: "stage", formula: (s) => s.formula }, { title: "rank", key: "rank", align: "right" }, { title: "layers", value: (s) => [s.layers, ...s.ends].join(" + "), align: "right" },
+  { title: "parameters", key: "parameters", text: (v) => format.count(v), align: "right" }, { title: "forward", key: "forward_s", text: (v) => time(v), align: "right" }, { title: "backward", key: "backward_s", text: (v) => time(v), align: "right" },
+  { title: "memory", key: "memory_gib", text: (v) => format.gib(v), align: "right" }, { title: "in flight", key: "in_flight", text: (v) => format.number(v), align: "right" },
+], data.stages, { name: "Stages of the pipeline" }));
