@@ -15,7 +15,6 @@ from importlib.resources.abc import Traversable
 from typing import Any
 
 from meshwright.units import Json
-from meshwright.view.page.shapes import SHAPES
 
 STYLESHEET = '<link rel="stylesheet" href="/static/style.css">'
 IMPORT_MAP = '<script type="importmap">{"imports": {}}</script>'
@@ -45,13 +44,8 @@ def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]
 
 
 def static_file(name: str) -> bytes:
-    """The content of a file of the page. `shapes.js` has the shapes of the views' data in the place of its empty table."""
-    content = static_names()[name].read_bytes()
-    return (
-        content.replace(b"SHAPES = {}", b"SHAPES = " + json.dumps(SHAPES).encode())
-        if name == "js/shapes.js"
-        else content
-    )
+    """The content of a file of the page."""
+    return static_names()[name].read_bytes()
 
 
 def scripts() -> dict[str, bytes]:

@@ -143,8 +143,9 @@ function drawPanel(panel, again) {
       save.attach(body, view.name);
     } catch (error) {
       console.error(error);
-      const other = names.map((name) => misfit(name, answers.get(name)?.data)).find(Boolean);
-      body.append(refusal({ code: "", what: `the view "${view.title}" could not be drawn`, why: other ? `The server sent no such ${other}: it is of another version than the page in this tab` : String(error), valid: [], fix: other ? "reload the page" : "" }));
+      misfit(Object.fromEntries(names.map((name) => [name, answers.get(name)?.data]))).then((other) => {
+        body.append(refusal({ code: "", what: `the view "${view.title}" could not be drawn`, why: other ? `The server sent no such ${other}: it is of another version than the page in this tab` : String(error), valid: [], fix: other ? "reload the page" : "" }));
+      });
     }
   });
   body.style.minHeight = "";

@@ -1,12 +1,13 @@
-// The shape of the data of every view (view/page/shapes.py), and whether data has it. A page that was opened before the server was replaced by
-// another version finds so what it cannot draw, and says it.
-
-const SHAPES = {}; // filled in when the file is sent
+// Whether the data of a view has its shape (static/shapes.json). A page that was opened before the server was replaced by another version finds
+// so what it cannot draw, and says it.
 
 const KINDS = { string: (v) => typeof v === "string", number: (v) => typeof v === "number", integer: Number.isInteger, boolean: (v) => typeof v === "boolean", object: (v) => typeof v === "object" };
 
-/** The path of the first value of a view's data that has not its type, or "". Of a list the first item stands for all. */
-export const misfit = (view, data) => (SHAPES[view] && data ? check(SHAPES[view], data, view) : "");
+/** The path of the first value of some views' data { view: data } that has not its type, or "". Of a list the first item stands for all. */
+export async function misfit(views) {
+  const shapes = await fetch("/static/shapes.json").then((found) => found.json()).catch(() => ({}));
+  return Object.entries(views).map(([view, data]) => (shapes[view] && data ? check(shapes[view], data, view) : "")).find(Boolean) ?? "";
+}
 
 function check(shape, value, path) {
   if (shape === "any" || value === null) return "";
