@@ -1,6 +1,6 @@
 // The tp × pp heat map: the fastest plan of every pair of degrees; pairs without a plan are labelled with the reason.
 
-import { axis, band, figure, format, h, heatmap, panel, ramp, table } from "meshwright/draw.js";
+import { axis, band, figure, format, h, heatmap, panel, ramp } from "meshwright/draw.js";
 
 export const view = {
   name: "heatmap",
@@ -13,14 +13,6 @@ export const view = {
     element.append(box);
     chart(box, data, context);
     if (data.reasons.length) box.append(h("p", { class: "sentence" }, `No plan: ${data.reasons.map((r) => ({ memory: "memory – the leanest plan needs more than a GPU has", GPUs: "GPUs – tp × pp does not divide the GPUs", heads: "heads – tp does not divide the attention heads", layers: "layers – more stages than layers", batch: "batch – the batch cannot be divided" }[r] ?? r)).join("; ")}.`));
-    const best = data.cells.filter((c) => c.fits).sort((a, b) => a.step_time_s - b.step_time_s).slice(0, 8);
-    if (best.length) box.append(table([
-      { title: "tp", key: "tp", align: "right" }, { title: "pp", key: "pp", align: "right" },
-      { title: "step", key: "step_time_s", text: (v) => format.seconds(v), align: "right", formula: (c) => c.formula },
-      { title: `${data.unit}/s`, key: "tokens_per_s", text: (v) => format.count(v), align: "right" },
-      { title: "memory", key: "memory_bytes", text: (v) => format.gib(v / 2 ** 30), align: "right" },
-      { title: "plan", value: (c) => c.formula.split("\n")[0].split(": ").slice(1).join(": ") },
-    ], best, { caption: "The fastest pairs", onrow: context.live ? (cell) => context.set("plan", cell.plan) : null, rowLabel: (cell) => `Use the plan with tp ${cell.tp} and pp ${cell.pp}`, chosen: (c) => c.tp === data.mine.tp && c.pp === data.mine.pp }));
   },
 };
 

@@ -1,7 +1,8 @@
 // Step time against memory of many plans, and the Pareto front on which less memory costs the least time.
 
 import { inSeconds } from "meshwright/bars.js";
-import { axis, figure, format, label, legend, line, linear, panel, scatter, table, threshold } from "meshwright/draw.js";
+import { curves } from "meshwright/curves.js";
+import { format, label, legend, panel, table } from "meshwright/draw.js";
 
 const GIB = 2 ** 30, SHAPES = ["circle", "square", "triangle", "diamond"];
 
@@ -27,20 +28,18 @@ export const view = {
 };
 
 function chart(element, data, context, style) {
-  const all = [...data.points, data.mine];
-  const quick = Math.min(...all.map((p) => p.step_time_s)), slow = Math.min(Math.max(...all.map((p) => p.step_time_s)), Math.max(2.2 * quick, Math.min(4 * quick, data.mine.step_time_s * 1.05)));
-  const shown = data.points.filter((p) => p.memory_bytes < 1.4 * data.limit_bytes), above = shown.filter((p) => p.step_time_s > slow).length;
-  const c = figure(element, { height: 370, left: 62, right: 20, top: 22, bottom: 42, label: `${data.points.length} plans; ${data.note}` });
+  const { mine } = data, all = [...data.points, mine], limit = data.limit_bytes / GIB, gib = (p) => p.memory_bytes / GIB;
+  const quick = Math.min(...all.map((p) => p.step_time_s)), slow = Math.min(Math.max(...all.map((p) => p.step_time_s)), Math.max(2.2 * quick, Math.min(4 * quick, mine.step_time_s * 1.05)));
+  const shown = data.points.filter((p) => gib(p) < 1.4 * limit), above = shown.filter((p) => p.step_time_s > slow).length, front = [...data.front].sort((a, b) => gib(a) - gib(b));
+  const most = Math.max(limit * 1.08, ...shown.map(gib), Math.min(gib(mine) * 1.03, 1.6 * limit)), top = slow * 1.03;
+  const dot = (p, more) => ({ x: gib(p), y: Math.min(p.step_time_s, top), formula: p.formula, ...more });
+  const c = curves(element, { label: `${data.points.length} plans; ${data.note}`, height: 370, x: { from: 0, to: most, label: "memory of the fullest GPU, GiB" }, y: { from: quick * 0.94, to: top, ...inSeconds("step time", slow) },
+    marks: [{ at: limit, words: `GPU memory ${format.gib(limit)}`, colour: "bad" }],
+    series: [
+      { points: [...front.map((p) => dot(p)), ...(front.length ? [{ x: limit, y: front.at(-1).step_time_s }] : [])], steps: true, colour: "quiet", dash: "3 3", width: 1.6, dots: false },
+      { only: true, points: shown.map((p) => dot(p, { ...style[p.strategy], radius: p.best ? 8 : 5.5, label: "", formula: `${p.formula}${p.best ? "\nthe planner’s choice" : ""}`, onclick: context.live ? () => context.set("plan", p.plan) : null })) },
+      { only: true, points: mine.step_time_s <= slow * 1.02 && gib(mine) <= most ? [dot(mine, { colour: "focus", shape: "diamond", radius: 7, label: "this plan" })] : [] },
+    ] });
   c.root.setAttribute("role", "group"); // its points are buttons
-  const x = linear([0, Math.max(data.limit_bytes * 1.08, ...shown.map((p) => p.memory_bytes), Math.min(data.mine.memory_bytes * 1.03, 1.6 * data.limit_bytes)) / GIB], [0, c.width]);
-  const y = linear([quick * 0.94, slow * 1.03], [c.height, 0]);
-  axis(c, x, "bottom", { label: "memory of the fullest GPU, GiB" });
-  axis(c, y, "left", inSeconds("step time", slow));
-  threshold(c, x(data.limit_bytes / GIB), `GPU memory ${format.gib(data.limit_bytes / GIB)}`);
   if (above) label(c, `${above} slower ${above === 1 ? "plan" : "plans"} at the upper edge`, 4, -4, { size: 11, colour: "quiet" });
-  const front = [...data.front].sort((a, b) => a.memory_bytes - b.memory_bytes);
-  if (front.length) line(c, [...front.map((p) => ({ x: p.memory_bytes / GIB, y: p.step_time_s })), { x: data.limit_bytes / GIB, y: front[front.length - 1].step_time_s }], { x, y, steps: true, colour: "quiet", dash: "3 3", width: 1.6 });
-  scatter(c, shown.map((p) => ({ x: p.memory_bytes / GIB, y: Math.min(p.step_time_s, y.domain[1]), ...style[p.strategy], radius: p.best ? 8 : 5.5, formula: `${p.formula}${p.best ? "\nthe planner’s choice" : ""}`, onclick: context.live ? () => context.set("plan", p.plan) : null })), { x, y }).forEach((node, i) => node.setAttribute("aria-label", `Use ${shown[i].title}`));
-  const { mine } = data;
-  if (mine.step_time_s <= slow * 1.02 && mine.memory_bytes / GIB <= x.domain[1]) scatter(c, [{ x: mine.memory_bytes / GIB, y: mine.step_time_s, colour: "focus", shape: "diamond", radius: 7, formula: mine.formula, label: "this plan" }], { x, y });
 }

@@ -1,6 +1,7 @@
 // Charts and tables that belong to no plan: the files of `bench --html` and `validate --html`. Python says which; see view/page/sheet.py.
 
-import { axis, band, figure, format, h, legend, line, log, panel, scatter, svg, table } from "meshwright/draw.js";
+import { curves } from "meshwright/curves.js";
+import { axis, band, figure, format, h, log, panel, scatter, svg, table } from "meshwright/draw.js";
 
 const COLOURS = ["compute", "tp", "optimizer", "ep", "cp", "pp", "dp", "second"], SHAPES = ["circle", "square", "triangle", "diamond", "cross"];
 const style = (k) => ({ colour: COLOURS[k % 8], shape: SHAPES[Math.floor(k / 8) % 5] });
@@ -30,23 +31,12 @@ export function parts(element, all) {
 }
 
 /** Series of points [x, y, low, high, words] on logarithmic axes, each with an optional line [[x, y], …]. */
-function chart({ title, note, x: across, y: up, series }) {
-  const box = panel(title, note);
-  const points = series.flatMap((s) => s.points), lines = series.flatMap((s) => s.line ?? []);
-  queueMicrotask(() => {
-    const c = figure(box, { height: 330, left: 74, right: 18, bottom: 42, label: `${title}: ${points.length} points` });
-    const ends = (values) => [Math.min(...values), Math.max(...values)];
-    const x = log(ends([...points, ...lines].map((p) => p[0])), [8, c.width - 8], { base: across.unit === "bytes" ? 2 : 10 }), y = log(ends(points.map((p) => p[1])), [c.height - 6, 6]);
-    axis(c, x, "bottom", { label: across.label, format: format.by[across.unit], ticks: 6 });
-    axis(c, y, "left", { label: up.label, format: format.by[up.unit], ticks: 6 });
-    series.forEach((s, k) => {
-      const { colour, shape } = style(k);
-      if (s.line) line(c, s.line.filter((p) => p[1] >= y.domain[0] && p[1] <= y.domain[1]).map((p) => ({ x: p[0], y: p[1] })), { x, y, colour: s.points.length ? colour : "quiet", dash: "5 4", width: 1.6 });
-      for (const [at, , low, high] of s.points) if (low) c.plot.append(svg("line", { x1: x(at), x2: x(at), y1: y(low), y2: y(high), stroke: colour, "stroke-width": 1.4 }));
-      scatter(c, s.points.map(([px, py, , , formula]) => ({ x: px, y: py, formula })), { x, y, colour, shape, radius: 4, focus: false });
-    });
-    box.append(legend(series.map((s, k) => ({ label: s.name, ...(s.points.length ? { colour: style(k).colour } : { colour: "quiet", shape: "line", dash: "5 4" }) }))));
-  });
+function chart({ title, note, x, y, series }) {
+  const box = panel(title, note), points = series.flatMap((s) => s.points), values = points.map((p) => p[1]), [least, most] = [Math.min(...values), Math.max(...values)];
+  const dots = (s, k) => ({ name: s.name, ...style(k), only: true, radius: 4, focus: false, points: s.points.map(([at, value, low, high, formula]) => ({ x: at, y: value, low, high, formula })) });
+  const fitted = (s, k) => ({ name: s.points.length ? "" : s.name, colour: s.points.length ? style(k).colour : "quiet", dash: "5 4", width: 1.6, dots: false, points: (s.line ?? []).filter((p) => p[1] >= least && p[1] <= most).map(([at, value]) => ({ x: at, y: value })) });
+  queueMicrotask(() => curves(box, { label: `${title}: ${points.length} points`, height: 330, left: 74, x: { log: x.unit === "bytes" ? 2 : 10, label: x.label, format: format.by[x.unit], ticks: 6 }, y: { log: 10, label: y.label, format: format.by[y.unit], ticks: 6 },
+    series: series.flatMap((s, k) => [...(s.points.length ? [dots(s, k)] : []), ...(s.line ? [fitted(s, k)] : [])]) }));
   return box;
 }
 
