@@ -185,7 +185,7 @@ export async function begin(element) {
   files.begin(gpus, mendAfter);
   form.append(problems, knobs(), all);
   show();
-  ask();
+  askSoon();
 }
 
 function readOnly() {
@@ -208,9 +208,9 @@ export function update() {
   if (Object.keys(pending).length) mendAfter({}); // the state changed while an input waits: it follows from the new state
 }
 
-/** The views have been answered: ask for the choices of the present state, unless they are known. */
+/** The views have been answered: ask for the choices of the present state, unless they are known or nobody sees them. */
 export function askSoon() {
-  if (!catalog || fresh()) return;
+  if (!catalog || fresh() || document.body.dataset.workspace !== "plan") return;
   clearTimeout(timer);
   timer = setTimeout(ask, PAUSE_MS);
 }
