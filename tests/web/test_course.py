@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 import blocks
-import meshwright as mw
+from course_notebooks import last_value
 from meshwright.describe.config import load
 from meshwright.errors import MeshwrightError
 from meshwright.units import Json
@@ -91,16 +90,6 @@ def test_the_chapters_are_the_pages_of_the_site() -> None:
     assert re.findall(r"concepts/([\w-]+)\.md", site) == ["index", *learn.CHAPTERS]
 
 
-def last_value(source: str) -> Any:
-    """The value of the last expression."""
-    tree = ast.parse(source)
-    last = tree.body.pop()
-    assert isinstance(last, ast.Expr)
-    names: dict[str, Any] = {"mw": mw}
-    exec(compile(tree, "chapter", "exec"), names)
-    return eval(compile(ast.Expression(last.value), "chapter", "eval"), names)
-
-
 SEARCHES = ("goodput", "scaling-laws", "case-studies")  # their commands plan
 
 
@@ -114,7 +103,7 @@ def test_the_command_and_the_call_give_the_same_number(key: str, monkeypatch: py
     for step in block["path"].split("."):
         found = found[int(step) if isinstance(found, list) else step]
     assert math.isclose(found, last_value(block["python"]), rel_tol=1e-9)
-    assert math.isclose(found, block["number"], rel_tol=1e-5), found
+    assert math.isclose(found, block["number"], rel_tol=1e-5), f"{found}: make pages"
 
 
 @pytest.mark.parametrize(
