@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from meshwright.describe.base import Count, Described, Length, Size
+from meshwright.describe.packing import packed
 from meshwright.describe.variants import OPTIMIZERS, OptimizerName
 
 FP8 = ("fp8", "mxfp8")  # precisions whose operands have 8 bits
@@ -31,6 +32,14 @@ class Workload(Described):
     """tokens of the busiest expert rank over the mean"""
     loads: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = ()
     """tokens that each expert gets, as measured, in any unit: the busiest rank of each plan follows from them in the place of imbalance"""
+
+    lengths: tuple[Size, ...] = Field(default=(), max_length=10_000)
+    """tokens of documents (a sample of them) that are packed into sequences with masks between them; empty: each sequence is one document"""
+
+    @property
+    def attended(self) -> float:
+        """Tokens of a sequence of one document in which attention computes as much as in a packed one."""
+        return packed(self.lengths, self.seq).attended
 
     @property
     def tokens_per_step(self) -> int:

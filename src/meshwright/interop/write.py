@@ -186,6 +186,7 @@ def _same(name: str, config: Config, other: Any) -> bool:
         "tokens": True,
         "imbalance": True,
         "loads": True,
+        "lengths": True,
         "clip": True,
         "optimizer": {config.workload.optimizer, other} <= {"adam", "adamw"},
     }

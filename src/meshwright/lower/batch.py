@@ -20,6 +20,7 @@ import numpy as np
 from meshwright.describe.axes import BASE, axis_size, members_in_unit, strides
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.model import Model
+from meshwright.describe.packing import packed, slowest
 from meshwright.describe.plan import Plan, in_framework
 from meshwright.describe.plan_fields import (
     DTYPES,
@@ -102,6 +103,9 @@ class Batch(PlanArrays):
         self.microbatches = (workload.batch if batches is None else batches) / (self.microbatch * self.dp)
         # Tokens of one micro-batch on one rank; a model without a sequence has one "token" per sample.
         self.tokens = self.microbatch * (workload.seq if model.kind == "transformer" else 1.0) / self.cp
+        # Attention of the slowest data-parallel rank over the mean, where documents have different lengths.
+        deviation = packed(workload.lengths, workload.seq).deviation
+        self.slowest = slowest(deviation, self.dp, workload.batch / self.dp) if deviation else np.ones(self.n)
         self.busiest = model.router.busiest(workload.imbalance, workload.loads, self.ep)  # load of an expert rank
         self.seq_split = np.where(self.sp, self.tp, 1.0)  # what shards the regions between the products
         self.order = np.where(plans.order == STACK_ORDER, ORDERS.index(tuple(stack.order)), plans.order)

@@ -152,13 +152,13 @@ class LayerLowering(BlockBuilder):
         b, m = self.b, self.m
         core = self.block.attention
         assert core is not None
-        seq = float(b.workload.seq)
+        seq = b.workload.attended
         positions, _ = m.positions_of(core, seq, b.stack.attention != "stored")
         if attention_dropout.is_tiled(b):
             for phase, ops in attention_dropout.core_ops(b, core, heads, positions).items():
                 self.phases[phase] += ops
             return
-        flops = 2.0 * b.tokens * heads * (core.qk + core.v) * positions
+        flops = 2.0 * b.tokens * heads * (core.qk + core.v) * positions * b.slowest
         shape = (b.microbatch * heads, seq / b.cp, seq, float(core.qk))
         size = b.tokens * heads * (2 * core.qk + 2 * core.v) * self.element
         if b.stack.attention != "stored":

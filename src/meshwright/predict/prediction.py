@@ -13,6 +13,7 @@ from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
 from meshwright.describe.model import Model
+from meshwright.describe.packing import packed, slowest
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import COMMUNICATION, GIB, USABLE_MEMORY, Prediction
 from meshwright.describe.stack import Stack
@@ -71,6 +72,7 @@ def prediction(cost: StepCost, config: Config, at: int = 0) -> Prediction:
             *config.assumed,
             *model.notes,
             *without_sequence(model),
+            *document_lengths(config),
             *expert_load(config),
             *dropped_copies(model, plan),
             *unpublished_network(plan, cluster),
@@ -117,7 +119,7 @@ def samples_per_step(config: Config) -> float:
 
 def seconds_at_peak(config: Config) -> float:
     """Seconds of a step if all devices did nothing but the model's FLOPs, at their peak rate: the MFU is this over the step time."""
-    flops = config.model.model_flops(config.workload.seq) * samples_per_step(config)
+    flops = config.model.model_flops(config.workload.attended) * samples_per_step(config)
     return flops / (config.plan.world * config.cluster.accelerator.peak_for(config.workload.precision))
 
 
@@ -130,6 +132,16 @@ def unpublished_network(plan: Plan, cluster: Cluster) -> list[str]:
         f"network of {cluster.name}: no run or collective is published {known}; the band holds twice the time of communication between nodes, "
         "and `meshwright bench` with `calibrate` measures it"
     ]
+
+
+def document_lengths(config: Config) -> list[str]:
+    """Say what attention computes in sequences of several documents."""
+    work, dp = config.workload, config.plan.dp
+    if not work.lengths:
+        return []
+    above = float(slowest(packed(work.lengths, work.seq).deviation, [dp], np.array([work.batch / dp]))[0]) - 1
+    words = f"attention in a packed sequence of {work.seq:,} tokens is that of one of {work.attended:,.0f}"
+    return [f"document lengths: {words}; on the slowest of {dp} data-parallel ranks {above:.0%} more"]
 
 
 def expert_load(config: Config) -> list[str]:
