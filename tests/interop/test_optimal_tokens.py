@@ -18,7 +18,7 @@ def test_the_budget_is_the_compute_optimal_one() -> None:
 
 
 def test_a_search_says_it_too_and_counts_the_days() -> None:
-    result = mw.plan("gpt2-xl", "dgx-h100", tokens="Chinchilla", batch=512, seq=1024, common=True)
+    result = mw.plan("gpt2-xl", "dgx-h100", gpus=2, tokens="Chinchilla", batch=64, seq=1024, common=True)
     tokens = result.config.workload.tokens
     assert tokens == round(mw.formulas.optimal_tokens(result.config.model.total))
     assert any("arXiv 2404.10102" in words for words in result.explanation.assumed)

@@ -104,7 +104,7 @@ def test_an_unmeasured_chip_has_median_efficiency_and_a_wider_band():
     assert not guessed & {"a100-80gb", "h100-sxm", "b200", "mi355x", "cpu"}
     for share in ("gemm", "flash", "fused", "memory"):
         assert getattr(names["mi300x"].efficiency, share) <= sorted(getattr(e, share) for e in measured)[1]
-    question = {"gpus": 16, "batch": 128, "seq": 4096, "fix": {"cp": 1}}
+    question = {"gpus": 16, "batch": 128, "seq": 4096, "fix": {"cp": 1, "pp": 1}}
     amd, nvidia = (planner.plan("llama3-8b", cluster, **question) for cluster in ("mi300x-8", "dgx-h100"))
     assert amd.prediction.mfu <= nvidia.prediction.mfu
     width = [r.prediction.step_time_high_s / r.prediction.step_time_low_s for r in (amd, nvidia)]
