@@ -69,7 +69,7 @@ DRAWN := tests/describe/test_fuzz.py tests/describe/test_layout.py tests/cost/te
 # Every benchmark, printed as a comparison; writes docs/performance.md, docs/accuracy.md and docs/plan-quality.md.
 bench: setup
 	PYTHONPATH=docs/generate $(BIN)/python -m performance
-	$(BIN)/meshwright validate --headline --markdown docs/accuracy.md
+	$(BIN)/meshwright validate --headline --beside benchmarks/peers.csv --markdown docs/accuracy.md
 	$(BIN)/python benchmarks/plan_quality.py --markdown docs/plan-quality.md
 
 soak: setup

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from meshwright.calibrate.runs import rows, validate
+from meshwright.calibrate.runs import beside, rows, validate
 from meshwright.calibrate.runs.left_out import half_of, halves, responding
 from meshwright.errors import MeshwrightError
 
@@ -336,3 +336,25 @@ def test_reasons_that_are_not_shown_are_counted():
     with console.capture() as shown:
         console.print(refusals(found))
     assert shown.get().splitlines()[-1].strip() == "refused 2 for 2 other reasons: see --json"
+
+
+def test_another_tool_is_scored_on_the_runs_that_both_predict(tmp_path):
+    file, predictions = tmp_path / "runs.csv", tmp_path / "tool.csv"
+    with file.open("w", newline="") as out:
+        table = csv.DictWriter(out, [*BASE])
+        table.writeheader()
+        table.writerows(row(row_id=name, step_time_s="2.0") for name in ("x", "y", "z"))
+    predictions.write_text("row_id,tool,step_time_s\nx,other,1.0\ny,other,2.5\nnobody,other,1\n")
+    outcomes = validate.predict_rows(list(rows.read(file)))
+    (score,) = beside.peer_scores(outcomes, None, beside.read(str(predictions)))
+    assert (score.source, score.tool, score.runs) == ("made", "other", 2)
+    assert (score.mean, score.median) == (pytest.approx(0.375), pytest.approx(0.375))
+    assert score.our_mean == pytest.approx(abs(outcomes[0].prediction.step_time_s / 2 - 1))
+    predictions.write_text("row_id,step_time_s\nx,1.0\n")
+    with pytest.raises(MeshwrightError, match="tool"):
+        beside.read(str(predictions))
+
+
+def test_zero_shards_over_context_parallel_ranks_too():
+    c = rows.case(row(cp="2", dp="1", tp="4", gpus="16", zero="3", flash_attn="1", stack="torchtitan"))
+    assert (c.plan.zero, c.plan.shard, c.plan.cp) == (3, 1, 2)

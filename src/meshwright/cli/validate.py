@@ -35,6 +35,7 @@ def command(
     failed: str = "",
     by: str = "source",
     headline: bool = False,
+    beside: str = "",
     as_json: bool = False,
     html: str = "",
     markdown: str = "",
@@ -43,6 +44,7 @@ def command(
     from importlib.resources import files
 
     from meshwright.calibrate.runs.accuracy import assess
+    from meshwright.calibrate.runs.beside import read as read_predictions
 
     writable(html, markdown)
     columns = [c.strip() for c in by.split(",") if c.strip()]
@@ -51,8 +53,10 @@ def command(
             raise unknown("MW-VAL-004", "column", column, COLUMNS, "--by {}")
     famous = list(rows.read(str(files("meshwright.calibrate.runs").joinpath("headline.csv")))) if headline else []
     chosen, crashed = chosen_rows(runs, failed, headline and not markdown)
+    predictions = read_predictions(beside) if beside else None
     with patient("predicting") as progress:
-        accuracy = assess(chosen, famous, crashed, progress, unnamed=bool(html or markdown or as_json))
+        unnamed = bool(html or markdown or as_json)
+        accuracy = assess(chosen, famous, crashed, progress, unnamed, predictions)
     if html:
         from meshwright.view.page.sheet import accuracy_sheet
 

@@ -7,21 +7,31 @@ import numpy as np
 
 from meshwright.calibrate.runs import accuracy
 from meshwright.calibrate.runs.accuracy import INSIDE, Accuracy, Band, half_width_without
+from meshwright.calibrate.runs.beside import QUOTED
 from meshwright.calibrate.runs.left_out import SEEN, LeftOut, half_of, halves, macro_scores, scores
 from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, FREEDOM, MOST_RUNS, NOISE
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME, macro
 from meshwright.cost.band import base, shares
 from meshwright.view.accuracy_regret import regrets, table
 from meshwright.view.tables import markdown_table
-from meshwright.view.validate import half_means, headline_cells, percent, stack_rows, unseen_cells, unseen_means
+from meshwright.view.validate import (
+    PEER_COLUMNS,
+    half_means,
+    headline_cells,
+    peer_rows,
+    percent,
+    stack_rows,
+    unseen_cells,
+    unseen_means,
+)
 
 INTRODUCTION = """# Accuracy: predictions compared with published runs
 
-Written by `meshwright validate --headline --markdown docs/accuracy.md` from the {rows:,} published runs that come with Meshwright ({failed} of them
-failed). Of those that finished, {refused} are refused (their shape, degrees or batch are not published, contradict each other or cannot be described)
-and the step times of {not_scored:,} are not scored (none is published, a repetition disagrees, or the source is for memory only): `meshwright
-validate` counts them by source and lists the reasons. A blank cell of a table means *not published*; `--json` lists what was assumed for each
-row. Errors are |predicted / measured − 1|.
+Written by `meshwright validate --headline --beside benchmarks/peers.csv --markdown docs/accuracy.md` from the {rows:,} published runs that come
+with Meshwright ({failed} of them failed). Of those that finished, {refused} are refused (their shape, degrees or batch are not published, contradict
+each other or cannot be described) and the step times of {not_scored:,} are not scored (none is published, a repetition disagrees, or the source is
+for memory only): `meshwright validate` counts them by source and lists the reasons. A blank cell of a table means *not published*; `--json` lists
+what was assumed for each row. Errors are |predicted / measured − 1|.
 
 ## Sources that the fit has not seen
 
@@ -79,6 +89,7 @@ def document(accuracy: Accuracy) -> str:
         misses(accuracy),
         regrets(accuracy),
         headlines(accuracy),
+        beside_others(accuracy),
         licences(),
     ]
     return "\n".join(part.strip("\n") + "\n" for part in parts if part)
@@ -297,6 +308,35 @@ def headlines(accuracy: Accuracy) -> str:
         "where the interleaving is unknown.\n\n"
     )
     return text + table(("run", "plan", "measured", "predicted", "band", "error"), rows)
+
+
+OTHERS = """## Beside other tools
+
+On the same runs, ours with their source left out. llm-analysis 0.2.2 was run by us with the rates that its page recommends where nothing was
+measured, half of the peak FLOP/s and nine tenths of the bandwidth (`benchmarks/llm_analysis_times.py`). To compare a tool, or your own runs:
+
+<!-- not run: needs the runs of a user -->
+```console
+$ meshwright validate RUNS.csv --beside PREDICTIONS.csv
+```
+
+RUNS.csv has the columns of the published runs (at least `file,row_id,gpus,tp,pp,global_batch,seq_len,step_time_s`), PREDICTIONS.csv has
+`row_id,tool,step_time_s`. `benchmarks/torchtitan.csv` has torchtitan's published tables in this form; they are in no fit.
+
+"""
+QUOTES = """
+What projects publish of themselves, by their own measure, not computed by us:
+
+"""
+
+
+def beside_others(accuracy: Accuracy) -> str:
+    """Other tools on the same runs, and what projects publish of their errors."""
+    if not accuracy.beside:
+        return ""
+    head = [column.lstrip(">") for column in PEER_COLUMNS]
+    quotes = table(("tool", "runs", "error", "published in"), [tuple(quote) for quote in QUOTED])
+    return OTHERS + table(head, peer_rows(accuracy)) + "\n" + QUOTES + quotes
 
 
 def licences() -> str:

@@ -44,6 +44,11 @@ def page(accuracy: Accuracy, columns: list[str], title: str) -> list[RenderableT
         parts += ["", unseen_table(accuracy.unseen, accuracy.unseen_overall), "", bands_table(accuracy.bands)]
         if accuracy.unnamed is None:
             parts.append(Text("typical (a stack that is not in the catalog): with --json, --html or --markdown", "dim"))
+    if accuracy.beside:
+        parts += [
+            "",
+            titled("Mean error of step time beside other tools, on the same runs", PEER_COLUMNS, peer_rows(accuracy)),
+        ]
     if "recall_failed" in accuracy.overall:
         parts += [
             "",
@@ -131,6 +136,17 @@ def unseen_means(overall: dict[str, float]) -> list[str]:
     """The means of these errors over the sources."""
     names = ("median", "p90", *(f"after_{count}" for count in SEEN), "model")
     return [percent(overall["bias"], True), *(percent(overall[name]) for name in names)]
+
+
+PEER_COLUMNS = ("source", "tool", ">runs", ">its mean error", ">its median", ">our mean error", ">our median")
+
+
+def peer_rows(accuracy: Accuracy) -> list[list[str]]:
+    """Each other tool on each source, and our errors on the same runs."""
+    return [
+        [s.source, s.tool, str(s.runs), *map(percent, (s.mean, s.median, s.our_mean, s.our_median))]
+        for s in accuracy.beside
+    ]
 
 
 def bands_table(bands: dict[str, Band]) -> Table:

@@ -26,7 +26,7 @@ import csv
 import lzma
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.calibrate.runs import validate
+from meshwright.calibrate.runs.beside import PeerScore, peer_scores
 from meshwright.calibrate.runs.left_out import (
     SEEN,
     LeftOut,
@@ -244,6 +245,7 @@ class Accuracy:
     unseen_overall: dict[str, float] = field(default_factory=dict)
     bands: dict[str, Band] = field(default_factory=dict)
     unnamed: LeftOut | None = None  # of some of the runs, without their stacks
+    beside: list[PeerScore] = field(default_factory=list)  # other tools on the same runs
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -254,6 +256,7 @@ class Accuracy:
                 "sources": {name: s.as_dict() for name, s in self.unseen.items()},
                 "bands": {level: band.__dict__ for level, band in self.bands.items()},
             },
+            "beside": [finite_or_none(asdict(score)) for score in self.beside],
             "rows": [o.as_dict() for o in (*self.outcomes, *self.headlines)],
         }
 
@@ -264,8 +267,10 @@ def assess(
     failed: list[dict[str, str]],
     progress: Callable[[float], None] | None = None,
     unnamed: bool = True,
+    beside: dict[str, dict[str, float]] | None = None,
 ) -> Accuracy:
-    """Predict all runs and score them. Sources are left out in turn if there are at least two of them; with `unnamed` also without their stacks."""
+    """Predict all runs and score them. Sources are left out in turn if there are at least two of them; with `unnamed` also without their stacks.
+    `beside` has the seconds that other tools predict, by tool and run."""
     total, done = max(len(rows) + len(headlines) + len(failed), 1), 0
 
     def advance() -> None:
@@ -288,4 +293,6 @@ def assess(
         accuracy.unseen_overall = macro_scores(accuracy.unseen)
         accuracy.unnamed = without_stacks(accuracy.left_out.runs) if unnamed else None
         accuracy.bands = bands(accuracy.left_out, accuracy.unnamed)
+    if beside:
+        accuracy.beside = peer_scores(outcomes, accuracy.left_out, beside)
     return accuracy

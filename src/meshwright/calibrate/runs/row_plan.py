@@ -195,7 +195,7 @@ def _sharding(c: PublishedRun, d: RowDegrees) -> Json:
     zero = integer(r["zero"]) if r["zero"] else 1
     if not r["zero"]:
         c.assumed.append("ZeRO: 1 (distributed optimizer)")
-    sharded = zero > 0 and d.dp > 1
+    sharded = zero > 0 and d.dp * d.cp > 1
     pure = stack.name == "composer-fsdp" and "pure" in r["zero_fsdp"].lower()
     fields: Json = {
         "replicate": 1 if sharded else d.dp,

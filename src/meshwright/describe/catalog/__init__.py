@@ -53,7 +53,7 @@ CARDS = (
 # Card, a pattern in the same text, and the variant of the card.
 VARIANTS = (
     ("h100-sxm", r"pcie", "h100-pcie"),
-    ("h100-sxm", r"\b96 ?g|hbm2e", "h100-sxm-96gb"),
+    ("h100-sxm", r"\b9[46] ?g|hbm2e", "h100-sxm-96gb"),
     ("a100-80gb", r"pcie.*\b40 ?g|\b40 ?g.*pcie", "a100-40gb-pcie"),
     ("a100-80gb", r"pcie", "a100-80gb-pcie"),
     ("a100-80gb", r"\b40 ?g", "a100-40gb"),
