@@ -101,8 +101,12 @@ def test_only_frozen_matrices_of_layers_are_packed() -> None:
         for n in ("attention.k", "attention.v", "attention.o", *(f"moe.experts.{x}" for x in ("gate", "up", "down")))
     }
     a = Adapter(rank=4, base="nf4")
-    assert a.packed_bytes == 0.5 + 4 / 64  # 4 bits, and a float32 for 64 of them
-    assert a.but(double_quantised=True).packed_bytes == 0.5 + (1 + 4 / 256) / 64
+    assert a.row_bytes(4096) == 2048 + 4 * 64  # 4 bits each, and a float32 for 64 of them
+    assert (
+        a.but(double_quantised=True).row_bytes(4096) == 2048 + 64 + 4
+    )  # a byte for 64 of them, and a float32 for the row
+    assert a.row_bytes(10, first=60) == 8 + 2 * 4  # codes end at a multiple of four bytes; two blocks are touched
+    assert a.but(base="int8").row_bytes(10) == 12 + 4
 
 
 def test_the_section_is_part_of_the_model_and_round_trips(tmp_path) -> None:  # type: ignore[no-untyped-def]

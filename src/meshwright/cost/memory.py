@@ -280,7 +280,7 @@ def memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
     out["activations"] = rank.kept + saved
     out["gathered"] = gathered_memory(program, rank)
     out["working"] = working + bucket_memory(program, rank) + message_memory(program, rank) + b.stack.workspace
-    if b.packed_bytes:
+    if b.model.adapter.base != "plain":
         out["working"] = out["working"] + _largest(program, rank, program.unpacked)
     if b.compresses:
         _add_compression(program, rank, out)

@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from math import sqrt
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from meshwright.describe.base import Described, Whole, number
 
+Number = Any  # a number, or a numpy array over a batch of plans
 ALL_LINEAR = "all-linear"
 MOST_RANK = 65_536
 Rank = Annotated[int, Field(ge=0, le=MOST_RANK), BeforeValidator(number)]
@@ -72,17 +73,33 @@ NOT_ADAPTABLE = ("attention.index_", "attention.compress_")
 MIXERS = ("attention", "linear")
 
 
+SCALE_BYTES = 4  # of the absolute maximum of a block, in float32
+
+
 @dataclass(frozen=True)
 class Packing:
-    """A format of frozen matrices: bits of a code, and inputs of a row that share a scale."""
+    """A format of frozen matrices: bits of a code, and inputs of a row that share a scale (0: the whole row)."""
 
     bits: int
     block: int
 
+    def code_bytes(self, columns: Number) -> Number:
+        """Bytes of the codes of a row; they end at a multiple of four, where the scales begin."""
+        return in_words(columns * self.bits / 8)
 
-PACKINGS = {"nf4": Packing(4, 64), "int8": Packing(8, 128), "fp8": Packing(8, 128)}
-SCALE_BYTES = 4.0  # of the absolute maximum of a block, in float32
-SCALES_PER_BLOCK = 256  # with double quantisation a scale is one byte, and 256 of them share a float32
+    def row_bytes(self, columns: Number, double: bool, first: int = 0) -> Number:
+        """Bytes of the columns from `first` on of a row: codes, and a scale of each block that they touch. Double quantisation keeps scales of
+        one byte, and one float32 for the row."""
+        blocks = -(-(first + columns) // self.block) - first // self.block if self.block else 1
+        return self.code_bytes(columns) + (in_words(blocks) + SCALE_BYTES if double else SCALE_BYTES * blocks)
+
+
+def in_words(count: Number) -> Number:
+    """The next multiple of four."""
+    return -(-count // 4) * 4
+
+
+PACKINGS = {"nf4": Packing(4, 64), "int8": Packing(8, 0), "fp8": Packing(8, 0)}
 
 
 class Adapter(Described):
@@ -108,6 +125,8 @@ class Adapter(Described):
     """modules that train in full: PEFT's words (embed_tokens, lm_head) or patterns (*norm); without a rank nothing else trains"""
     freezes: tuple[str, ...] = ()
     """modules that do not train, whatever `trains` says"""
+    start_from: str = ""
+    """a PEFT folder with the first values of the adapters; empty: A is drawn and B is zero"""
 
     @property
     def on(self) -> bool:
@@ -143,12 +162,9 @@ class Adapter(Described):
         words = f"rank {self.rank} adapters" if self.rank else "parts of the model"
         return f"{words}{base}"
 
-    @property
-    def packed_bytes(self) -> float:
-        """Bytes of an element of the quantised base, with its share of the scales."""
-        packing = PACKINGS[self.base]
-        scale = 1 + SCALE_BYTES / SCALES_PER_BLOCK if self.double_quantised else SCALE_BYTES
-        return packing.bits / 8 + scale / packing.block
+    def row_bytes(self, columns: Number, first: int = 0) -> Number:
+        """Bytes of a row of the quantised base on a rank that has these columns of it."""
+        return PACKINGS[self.base].row_bytes(columns, self.double_quantised, first)
 
 
 def is_adaptable(module: str) -> bool:

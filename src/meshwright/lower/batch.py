@@ -268,12 +268,6 @@ class Batch(PlanArrays):
         return (self.zero >= 1) & (self.zero < 3) if self.stack.zero_reduction == "whole" else np.False_
 
     @property
-    def packed_bytes(self) -> float:
-        """Bytes of an element of a quantised base."""
-        adapter = self.model.adapter
-        return adapter.packed_bytes if adapter.base != "plain" else 0.0
-
-    @property
     def average_bytes(self) -> Column:
         """Bytes of an element of the moving average of the weights: at least fp32."""
         return np.maximum(self.kept_bytes, 4.0)

@@ -133,7 +133,7 @@ class BlockBuilder:
             share = sum(linear.d_out for linear in packed) / sum(linear.d_out for linear in linears)
             size = products * n * k * share
             for phase, suffix in (("F", ""), ("I", "-grad")):
-                moved = self.b.packed_bytes + self.element
+                moved = self.m.adapter.row_bytes(k) / k + self.element
                 self.memory(phase, f"{name}-dequantise{suffix}", part, size, moved, len(packed))
         for linear in linears:
             if linear.rank:

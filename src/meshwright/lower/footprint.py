@@ -93,8 +93,14 @@ def frozen(b: Batch, block_tensors: list[Tensor]) -> dict[str, Array]:
     out: dict[str, Array] = dict.fromkeys(DATA_PARALLEL, np.zeros(b.n))
     for t in block_tensors:
         if t.frozen:
-            out[t.group] = out[t.group] + (t.size + t.padding) * (b.packed_bytes if t.packed else b.param_bytes)
+            count = t.size + t.padding
+            out[t.group] = out[t.group] + (packed_bytes(b, t, count) if t.packed else count * b.param_bytes)
     return out
+
+
+def packed_bytes(b: Batch, t: Tensor, count: Array) -> Array:
+    """Bytes of `count` elements of a quantised weight: whole rows."""
+    return count / t.shape[-1] * b.model.adapter.row_bytes(t.shape[-1])
 
 
 def unpacked(b: Batch, block: ParameterBlock, element: float) -> Array:
@@ -123,8 +129,10 @@ def _load(b: Batch, block_tensors: list[Tensor]) -> Load:
     first, second = (sum((sums[k] for sums in compressed(b, learns)), 0.0) for k in (1, 2))
     fp8 = sum((t.size + t.padding for t in block_tensors if t.multiplied_in_fp8), 0.0) if b.gathers_fp8 else 0.0
     base = [t for t in block_tensors if t.frozen]
-    kept, packed = (sum((t.size + t.padding for t in some), 0.0) for some in (base, [t for t in base if t.packed]))
-    return Load(whole, sent - exact, exact, first, second, fp8, kept, packed)
+    quantised = [t for t in base if t.packed]
+    kept, packed = (sum((t.size + t.padding for t in some), 0.0) for some in (base, quantised))
+    stored = sum((packed_bytes(b, t, t.size + t.padding) for t in quantised), 0.0)
+    return Load(whole, sent - exact, exact, first, second, fp8, kept, packed, stored)
 
 
 def fp8_weights(model: Model, kind: str, group: str) -> int:

@@ -147,7 +147,7 @@ def gathered_weights(b: Batch, group: str, load: Load) -> Array:
     of experts, take a byte per element (their scales are reduced once per step: `sync`); the ends of the model, norms, biases and routers
     stay in the parameters' dtype. A quantised base is gathered as it is kept."""
     n = load.held * b.param_bytes - fp8_saving(b, group, load)
-    return n - load.packed * (b.param_bytes - b.packed_bytes) if present(load.packed) else n
+    return n - load.packed * b.param_bytes + load.packed_bytes if present(load.packed) else n
 
 
 def fp8_saving(b: Batch, group: str, load: Load) -> Array:

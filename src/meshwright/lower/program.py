@@ -87,6 +87,7 @@ class Load(NamedTuple):
     fp8: Array = 0.0
     frozen: Array = 0.0
     packed: Array = 0.0
+    packed_bytes: Array = 0.0  # of the quantised ones
 
     @property
     def updated(self) -> Array:

@@ -251,7 +251,7 @@ def stage_messages(
 
     units = list(zero_units(model, plan, layers, [box for box in stage_boxes if box.zero]))
     for unit, regathered in zip(units, gathered_in_backward(units, plan.prefetch is True), strict=True):
-        load = load_of(unit, plan)
+        load = load_of(unit, plan, model)
         yield unit[0].group, GradientMessage(1.0, load, True, float(regathered), measured(bool(load.sent > 0)))
     for group in ("dense", "expert"):
         learns = [box for box in stage_boxes if box.group == group and box.learns and not box.zero][::-1]
@@ -265,7 +265,7 @@ def stage_messages(
             yield group, GradientMessage(1.0, Load(exact=elements))
 
 
-def load_of(unit: list[Box], plan: Plan) -> Load:
+def load_of(unit: list[Box], plan: Plan, model: Model) -> Load:
     """Elements of a unit of ZeRO that data parallelism gathers and reduces."""
     learns = [box for box in unit if box.learns]
     sent = [box for box in learns if plan.wire == "none" or box.compressible]
@@ -282,7 +282,14 @@ def load_of(unit: list[Box], plan: Plan) -> Load:
         float(sum(box.padded_size for box in unit if box.parameter.multiplied_in_fp8 and not box.parameter.packed)),
         float(sum(box.padded_size for box in unit if box.parameter.frozen)),
         float(sum(box.padded_size for box in unit if box.parameter.packed)),
+        float(sum(packed_bytes(box, model) for box in unit if box.parameter.packed)),
     )
+
+
+def packed_bytes(box: Box, model: Model) -> float:
+    """Bytes of a quantised weight, as ZeRO pads its rows."""
+    columns = box.shape[-1]
+    return float(box.padded_size // columns * model.adapter.row_bytes(columns, box.start[-1]))
 
 
 def zero_units(model: Model, plan: Plan, layers: range, stage_boxes: list[Box]) -> Iterator[list[Box]]:
@@ -325,7 +332,7 @@ def other_sums(program: StepProgram, plan: Plan, stage_boxes: list[Box], data: G
     for box in stage_boxes:
         if box.partial:
             elements[box.partial] = elements.get(box.partial, 0.0) + box.local_size
-    tied = [box for box in stage_boxes if box.tied]
+    tied = [box for box in stage_boxes if box.tied and box.learns]
     if len(tied) == 1:
         elements["ends"] = float(tied[0].local_size)
     routers = sum(box.name.endswith(".router.weight") for box in stage_boxes)
@@ -336,5 +343,5 @@ def other_sums(program: StepProgram, plan: Plan, stage_boxes: list[Box], data: G
             scales = sum(box.shape[0] if box.expert else 1 for box in multiplied)
             elements[name] = scales * scalar(program.batch.gathers_fp8_weights(group))
     averages = plan.average_every > 0 and data.step % plan.average_every == 0
-    own = float(sum(box.local_size for box in stage_boxes))
+    own = float(sum(box.local_size for box in stage_boxes if not box.parameter.frozen))
     return [*sync.small_sums(program.batch, elements), *sync.parameter_average(program.batch, own, float(averages))]

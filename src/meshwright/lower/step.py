@@ -83,7 +83,8 @@ def lower_blocks(batch: Batch, element: float = 0.0) -> StepProgram:
     _add_boundary(program, element)
     program.tile = working_bytes(batch)
     if (model.tied or model.mtp_layers) and present(batch.pp > 1):
-        program.tied = footprint.own_elements(batch, footprint.tensors(batch, model.blocks["head"])[-1])
+        copy = footprint.tensors(batch, model.blocks["head"])[-1]
+        program.tied = footprint.own_elements(batch, copy) if copy.learns else 0.0
     _add_weight_gathers(program)
     offload.add_activation_copies(program)
     _drop_impossible(program)

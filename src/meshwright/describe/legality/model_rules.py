@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from meshwright.describe.adapter import PACKINGS
 from meshwright.describe.legality.case import RULES, Case, Flag, Problem, Reading, divisors, rule, values
 from meshwright.describe.plan_fields import CP_KINDS, RECOMPUTES, Number, encode
 from meshwright.errors import shown
@@ -170,35 +169,6 @@ def adapters_need_row_splits(p: Case) -> Reading:
     yield (p.model.adapter.rank > 0) & (p.tp > 1) & (p.tp_form == ALL_GATHER)
     why = "It cuts every matrix by its outputs; A of a row-split matrix is cut with the inputs"
     yield Problem("tp_form=all-gather with adapters", why=why, fixes=[{"plan.tp_form": "megatron"}])
-
-
-@rule("MW-ADPT-006", "model")
-def tensor_cuts_between_blocks(p: Case) -> Reading:
-    """A quantised base has a scale for each block of inputs of a row, and every part of a row-split matrix consists of whole blocks."""
-    m = p.model
-    if m.adapter.base not in PACKINGS:
-        return
-    block = PACKINGS[m.adapter.base].block
-    rows = {
-        (x.d_in, x.style == "experts-row", x.name)
-        for b in m.blocks.values()
-        for x in b.linears
-        if x.packed and x.style in ROWS
-    }
-    broken: Flag = False
-    for d_in, expert, _ in sorted(rows):
-        degree = p.etp if expert else p.tp
-        broken = broken | (degree > 1) & (d_in % (degree * block) != 0)
-    yield broken
-    d_in, expert, name = next(row for row in sorted(rows) if row[0] % ((p.etp if row[1] else p.tp) * block))
-    field, now = ("plan.expert_tp", p.etp) if expert else ("plan.tp", p.tp)
-    legal = [d for d in tensor_degrees(p) if d_in % (d * block) == 0 or d == 1]
-    yield Problem(
-        f"{field.removeprefix('plan.')}={now} cuts the {d_in} inputs of {name} of {m.name} inside blocks of {block}",
-        why=f"A block shares a scale ({m.adapter.base}), and a part of it would be quantised with another one",
-        valid=legal,
-        fixes=[*values(field, legal, now), {"plan.expert_tp": 1}],
-    )
 
 
 @rule("MW-PLAN-008", "model", "workload")
