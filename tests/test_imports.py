@@ -86,7 +86,7 @@ PARALLEL = (
     ("apply", "user_module"),
     ("sharded",),
     ("stages", "kernels"),
-    ("expert",),
+    ("expert", "adapters"),
     ("recompute", "compile"),
     ("tensor",),
     ("pipeline",),

@@ -324,11 +324,11 @@ class HfPlace:
 
 
 def places(model: Model, family: str, exists: Callable[[str], bool] | None = None) -> dict[str, HfPlace]:
-    """The place of each parameter of a model by our name. `exists`: whether a folder has a tensor, to decide between two layouts;
+    """The place of each parameter of a model by our name, without adapters. `exists`: whether a folder has a tensor, to decide between two layouts;
     by default the first layout of the table."""
     table = table_of(family)
     prefix = prefix_of(table, exists)
-    every = {p.name: p for p in parameters(model, range(model.layers))}
+    every = {p.name: p for p in parameters(model, range(model.layers)) if not p.is_adapter}
     out: dict[str, HfPlace] = {}
     for p in every.values():
         found = [_place(model, p, row, table, prefix, every) for row in _rows_of(table, p)]

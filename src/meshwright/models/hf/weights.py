@@ -14,12 +14,13 @@ The weights come from any `Weights`: a checkpoint, drawn ones, another folder. O
 is written under a temporary name and renamed when it is complete; an existing folder is never overwritten.
 """
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from meshwright.models.hf.tables import EXPERT, HfPlace, places, table_of
 from meshwright.models.initialise import Weights
 from meshwright.units import format_bytes
 
+FIRST_BYTES = 1 << 20
 MOST_NAMES = 3  # of tensors in an error
 
 
@@ -104,6 +106,15 @@ class FolderWeights:
         return predicted or tied_head or re.search(self.table.ignored, name) is not None
 
 
+def fingerprint(folder: Path) -> str:
+    """A hash of the names, sizes and first bytes of the weight files of a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(FIRST_BYTES))
+    return digest.hexdigest()
+
+
 def listed(names: Sequence[str], what: str) -> str:
     """The first names and the number of further ones."""
     more = len(names) - MOST_NAMES
@@ -137,11 +148,13 @@ def export(
     like: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     listen: Callable[[str, int, int], None] | None = None,
+    note: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Write a model as a Transformers folder. `like` is a folder whose config, if it describes this model, and tokenizer are taken;
-    `listen` is called with each tensor's name, the bytes written so far and all bytes."""
+    `listen` is called with each tensor's name, the bytes written so far and all bytes; `note` is added to config.json."""
     out = Path(out)
     family, config = hf.write(model, hf.load(like) if like is not None else None)
+    config |= note or {}
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     parts = contributions(model, family)
     shards = sharded([StoredTensor(name, dtype, part[0].place.shape) for name, part in parts.items()], shard_bytes)
@@ -187,6 +200,8 @@ def contributions(model: Model, family: str) -> dict[str, list[Contribution]]:
     out: dict[str, list[Contribution]] = {}
     by_name = places(model, family)
     for p in parameters(model, range(model.layers)):
+        if p.is_adapter:
+            continue
         place = by_name[p.name]
         separate = EXPERT in place.theirs
         for i, theirs in enumerate(place.names):
