@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import inexact
 
 from meshwright.describe import legality, schedules
+from meshwright.describe.adapter import Adapter
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
@@ -300,6 +301,21 @@ MUON: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+# Low-rank adapters over a frozen base, in the dtype of the plan or quantised: each strategy, and pairs with tensor, expert and pipeline parallelism.
+ADAPTED: list[tuple[str, dict[str, Any]]] = [
+    ("lora", {"replicate": 2, "bucket": 2000}), ("lora", {"shard": 2, "zero": 1}), ("lora-gpt", {"shard": 2, "zero": 2}),
+    ("qlora", {"shard": 2, "zero": 2}), ("lora", Z3), ("qlora", Z3), ("qlora-double", {**Z3, "recompute": "full"}), ("lora", {"tp": 2}),
+    ("lora-gpt", SP), ("lora", SP), ("qlora", {"tp": 2}), ("qlora-double", SP), ("qlora-fp8", SP), ("qlora-int8", {**SP, "recompute": "full"}),
+    ("lora", {"pp": 2}), ("qlora", ZBV), ("lora-gpt", {"pp": 2, "schedule": "zb-h1"}), ("lora", CP), ("qlora", ULYSSES),
+    ("lora-gpt", {**CP, "recompute": "full"}), ("lora", {"replicate": 2, "average_every": 2}), ("lora", {**Z3, "offload": "both"}),
+    ("lora-moe", {"replicate": 2, "ep": 2}), ("qlora-moe", {"replicate": 2, "ep": 2}), ("qlora-mla", {"tp": 2, "ep": 2, "expert_tp": 1}),
+    ("lora-moe", {"tp": 2}), ("qlora-moe", SP), ("qlora-mla", Z3), ("lora-moe", {**Z3, "ep": 2}), ("qlora-mla", {"pp": 2}),
+    ("lora-moe", {**CP, "ep": 2}), ("lora", {**Z3, **SP}), ("qlora", {**Z3, "tp": 2}), ("lora-gpt", {**CP, "tp": 2}), ("qlora", {"pp": 2, **SP}),
+    ("lora", {"pp": 2, **Z3}), ("qlora-double", {"pp": 2, "shard": 2, "zero": 1}), ("lora-moe", {**Z3, "tp": 2, "ep": 2}),
+    ("qlora-moe", {"pp": 2, "replicate": 2, "ep": 2}), ("lora", {"replicate": 2, **Z3}), ("qlora-fp8", {"tp": 4, "sp": True}), ("lora", {**CP, **Z3}),
+]  # fmt: skip
+
+
 class Layout(NamedTuple):
     model: str
     plan: Plan
@@ -422,6 +438,19 @@ MODELS["wide"] = MODELS["mixtral"].but(layers=4)
 MODELS["few"] = MODELS["mixtral"].but(experts=2, top_k=1)  # fewer than ranks to shard them over
 MODELS["drops"] = MODELS["gpt"].but(dropout_rate=0.2, attention_dropout=0.3)
 MODELS["moe-drops"] = MODELS["qwen-moe"].but(dropout_rate=0.2)
+ALL_LINEAR: dict[str, Any] = {"rank": 3, "alpha": 5.0, "targets": ("all-linear",)}
+for name, of, options in (
+    ("lora", "llama", {"dropout": 0.1}),
+    ("lora-gpt", "gpt", {"trains": ("*norm",), "targets": ("attention.*",)}),
+    ("lora-moe", "qwen-moe", {}),
+    ("qlora", "llama", {"base": "nf4", "dropout": 0.1}),
+    ("qlora-double", "llama", {"base": "nf4", "double_quantised": True}),
+    ("qlora-int8", "gemma", {"base": "int8", "scaling": "root"}),
+    ("qlora-fp8", "one-kv", {"base": "fp8"}),
+    ("qlora-moe", "mixtral", {"base": "nf4", "expert_rank": 2}),
+    ("qlora-mla", "deepseek", {"base": "int8"}),
+):
+    MODELS[name] = MODELS[of].but(adapter=Adapter(**ALL_LINEAR | options))
 MODELS["mlp-drops"] = MODELS["mlp"].but(dropout_rate=0.2)
 
 
@@ -437,6 +466,7 @@ def all_layouts() -> list[Layout]:
     ]
     out += [Layout(model, Plan(**plan), "layouts:freeze", optimizer="muon") for model, plan in FROZEN[-4:-3]]
     out += [Layout(model, Plan(**plan), optimizer="muon") for model, plan in MUON]
+    out += [Layout(model, Plan(**plan)) for model, plan in ADAPTED]
     return list(dict.fromkeys(out))
 
 

@@ -16,7 +16,7 @@ from meshwright.units import Json, counted, format_bytes
 from meshwright.view.tables import present, show, show_json
 
 command = command_group("List, verify, convert and delete the checkpoints of runs.")
-TARGETS = ("meshwright", "huggingface")
+TARGETS = ("meshwright", "huggingface", "peft")
 
 
 @command.command("ls")
@@ -100,9 +100,12 @@ def convert_command(
 
     if to not in TARGETS:
         raise unknown("MW-CKPT-015", "the format", to, TARGETS, "--to {}")
-    if to == "huggingface":
+    if to != "meshwright":
         if model:
-            raise MeshwrightError("MW-CKPT-015", "--model has no effect with --to huggingface", fix="without --model")
+            raise MeshwrightError("MW-CKPT-015", f"--model has no effect with --to {to}", fix="without --model")
+        if to == "peft":
+            export_to_peft(source, out, dtype, like, ema, json)
+            return
         export_to_huggingface(source, out, dtype, like, ema, json)
         return
     if dtype or like or ema:
@@ -127,4 +130,19 @@ def export_to_huggingface(source: Path, out: Path, dtype: str, like: Path | None
     files = counted(done.files, "file")
     show(
         f"{done.folder}: {done.family}, {done.tensors} tensors in {done.dtype}, {format_bytes(done.nbytes)} in {files}"
+    )
+
+
+def export_to_peft(source: Path, out: Path, dtype: str, like: Path | None, ema: bool, as_json: bool) -> None:
+    """Write a PEFT folder and print what was written."""
+    from meshwright.training.checkpoint.convert import to_peft
+
+    if ema:
+        raise MeshwrightError("MW-CKPT-015", "--ema has no effect with --to peft", fix="without --ema")
+    done = to_peft(source, out, dtype=dtype, like=like)
+    if as_json:
+        show_json({**asdict(done), "folder": str(done.folder)})
+        return
+    show(
+        f"{done.folder}: adapters of rank {done.rank} for {done.family}, {done.tensors} tensors, {format_bytes(done.nbytes)}"
     )

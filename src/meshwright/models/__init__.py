@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from meshwright.describe import legality
 from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import PlanFields
+from meshwright.describe.sharding import parameters
+from meshwright.models.adapter import adapt
 from meshwright.models.initialise import DrawnWeights, Weights, initial_value
 from meshwright.models.loss import cross_entropy
 from meshwright.models.mlp import Mlp, squared_error
@@ -41,7 +43,10 @@ def build(model: Model, layers: range | None = None) -> nn.Module:
     with torch.device("meta"):
         if model.resnet.stages:
             return ResNet(model.resnet)
-        return Mlp(model, layers) if model.kind == "mlp" else Transformer(model, layers)
+        network = Mlp(model, layers) if model.kind == "mlp" else Transformer(model, layers)
+        if model.adapter.on:
+            adapt(network, model, parameters(model, layers))
+        return network
 
 
 def loss_function(model: Model) -> Callable[[Tensor, Tensor], Tensor]:

@@ -38,6 +38,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from meshwright.errors import MeshwrightError
 from meshwright.models.step_context import current
@@ -173,7 +174,11 @@ class Dropout(DrawsForSamples):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.rate:
             return x
-        return _Drop.apply(x, tokens(self.sample_hashes(x), self.position_multiples(x)), self.rate)
+        return _Drop.apply(x, self.tokens(x), self.rate)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """A hash for each token, from which the hashes of its features are computed."""
+        return tokens(self.sample_hashes(x), self.position_multiples(x))
 
     def position_multiples(self, x: Tensor) -> Tensor:
         """GOLDEN times the positions of this rank's tokens in the whole sequence; 0 for rows without a sequence."""
@@ -183,6 +188,34 @@ class Dropout(DrawsForSamples):
         if positions is None:
             return multiples(own, x.device)
         return positions[own.start : own.stop].to(x.device) * GOLDEN
+
+
+class InputDropout(Dropout):
+    """Drops from the input of a product x Wᵀ. Backward computes the mask and the dropped input a second time, so that of several products with
+    one input this input is kept once. `first`: the first feature that this rank has of a wider input."""
+
+    first = 0
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        if not self.training or not self.rate:
+            return F.linear(x, weight)
+        group, before = divmod(self.first, FEATURES_PER_NUMBER)
+        token_BS = self.tokens(x) + multiples(range(group, group + 1), x.device)
+        return _DroppedProduct.apply(x, weight, token_BS, self.rate, before)
+
+
+class _DroppedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, token_BS: Tensor, rate: float, before: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.drop = lambda x: drop(F.pad(x, (before, 0)) if before else x, token_BS, rate)[..., before:]
+        return F.linear(ctx.drop(x), weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx = ctx.drop(gradient @ weight) if ctx.needs_input_grad[0] else None
+        return dx, gradient.flatten(0, -2).T @ ctx.drop(x).flatten(0, -2), None, None, None
 
 
 def make_dropout(rate: float, site: str, geometry: HasPositions | None = None) -> nn.Module:

@@ -9,8 +9,9 @@ same weights under every plan. The cost: every rank draws every parameter of its
     layers of the deep MLP    σ = √(2 / h)                 (He et al. 2015)
     convolutions              σ = √(2 / fan out), and 0.01 for the head of a residual network
     norm weights 1 (less `norm_offset`), biases and sinks 0
+    adapters                  A: U(−1/√in, 1/√in), B: 0    (Hu et al. 2021; PEFT's Kaiming with a = √5)
 
-`scatter` adds N(0, 0.1²) to norm weights, biases and sinks: in a proof of parity an error in a bias must not be hidden by a bias of zero.
+`scatter` adds N(0, 0.1²) to norm weights, biases, sinks and B: in a proof of parity an error in a bias must not be hidden by a bias of zero.
 """
 
 import hashlib
@@ -26,6 +27,7 @@ from meshwright.describe.model import Model
 
 BLOCK_OUTPUTS = ("attention.o.weight", "heads.o.weight", "down.weight")
 ZERO = ("bias", "sinks.weight")
+ADAPTER_A, ADAPTER_B = "lora_a.weight", "lora_b.weight"
 SCATTER = 0.1
 
 
@@ -50,6 +52,17 @@ class DrawnWeights:
         return box_of(value, start, shape)
 
 
+@dataclass(frozen=True)
+class WithDrawnAdapters:
+    """The weights of a `base` that has no adapters, with drawn ones."""
+
+    base: Weights
+    drawn: DrawnWeights
+
+    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return (self.drawn if name.endswith((ADAPTER_A, ADAPTER_B)) else self.base).read(name, full, start, shape)
+
+
 class UnsetWeights:
     """NaN for every weight, at no cost: a checkpoint will replace them all, and one that it lacked would be seen in the first step."""
 
@@ -71,7 +84,12 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 def initial_value(model: Model, name: str, shape: torch.Size, seed: int, scatter: bool = False) -> Tensor:
     """The initial value of a parameter: the full tensor, in float32."""
+    if name.endswith(ADAPTER_A):
+        unit = torch.rand(shape, generator=generator(seed, name), dtype=torch.float32)
+        return unit.mul_(2).sub_(1).div_(math.sqrt(shape[-1]))
     draw = torch.randn(shape, generator=generator(seed, name), dtype=torch.float32)
+    if name.endswith(ADAPTER_B):
+        return draw.mul_(SCATTER if scatter else 0.0)
     if len(shape) == 1 or name.endswith("bias"):
         centre = 0.0 if name.endswith(ZERO) else 1.0 - model.norm_offset
         return draw.mul_(SCATTER if scatter else 0.0).add_(centre)

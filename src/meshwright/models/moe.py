@@ -211,14 +211,20 @@ class GroupedLinear(nn.Module):
         self.product: Product = grouped
 
     def forward(self, x_RI: Tensor, counts: Counts) -> Tensor:
-        # Weights in a wider dtype than the arithmetic are cast here.
-        y_RO = self.product(x_RI, self.weight.to(x_RI.dtype), counts)
+        # Weights in a wider dtype than the arithmetic are cast here; those of a quantised base are bytes.
+        packed = not self.weight.is_floating_point()
+        y_RO = self.product(x_RI, self.weight if packed else self.weight.to(x_RI.dtype), counts)
         if self.bias is None:
             return y_RO
         expert_R = torch.arange(len(counts), device=x_RI.device).repeat_interleave(
             torch.as_tensor(counts, device=x_RI.device), output_size=len(x_RI)
         )
         return y_RO + self.bias.to(x_RI.dtype)[expert_R] * self.bias_share
+
+
+def takes_device_counts(product: Product) -> bool:
+    """Whether a product may be computed by torch's grouped kernel: the plain one, or one that is built on it."""
+    return product is grouped or getattr(product, "takes_device_counts", False)
 
 
 @cache
@@ -248,7 +254,7 @@ class Experts(nn.Module):
     def in_one_kernel(self, x_RH: Tensor, counts_E: Tensor) -> bool:
         """Whether torch's grouped product supports these rows: bf16 on a GPU since Hopper."""
         on_device = x_RH.is_cuda and x_RH.dtype == torch.bfloat16 and isinstance(counts_E, Tensor)
-        return on_device and has_grouped_product() and self.up.product is grouped
+        return on_device and has_grouped_product() and takes_device_counts(self.up.product)
 
 
 class MixtureOfExperts(nn.Module):

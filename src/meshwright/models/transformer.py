@@ -30,7 +30,7 @@ from meshwright.models.dropout import make_dropout
 from meshwright.models.loss import linear_cross_entropy
 from meshwright.models.mla import LatentAttention
 from meshwright.models.moe import MixtureOfExperts
-from meshwright.models.parts import FeedForward, make_norm, soft_cap
+from meshwright.models.parts import FeedForward, ProductLinear, make_norm, soft_cap
 from meshwright.models.step_context import current
 
 ATTENTIONS.provide("gqa", module=SelfAttention)
@@ -123,7 +123,7 @@ class Head(nn.Module):
         super().__init__()
         self.fuses_loss = False
         self.norm = make_norm(model) if model.final_norm else nn.Identity()
-        self.project = nn.Linear(model.hidden, model.padded_vocab, bias=False)
+        self.project = ProductLinear(model.hidden, model.padded_vocab, bias=False)
         self.scale, self.softcap = model.logit_scale, model.logit_softcap
 
     def forward(self, x_BSH: Tensor) -> Tensor:

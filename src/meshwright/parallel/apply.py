@@ -5,7 +5,7 @@
     3  table      this rank's box of every parameter (`describe.sharding`)
     4  tensor     parameters become this rank's columns, rows and vocabulary: before ZeRO, which then shards what is left
     5  expert     each mixture of experts keeps the experts of this rank and sends tokens to the others
-    6  context    attention gets the keys and values of the other ranks' tokens
+    6  context    attention gets the keys and values of the other ranks' tokens; then the weights of a quantised base become bytes
     7  fp8        the products inside layers, where the workload computes in fp8
     8  compile    layers become compiled graphs, if the run asks for it: with what is inside of them, without what follows
     9  recompute  layers, or attention's core, that backward recomputes, together with their communication
@@ -37,6 +37,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.models import DrawnWeights, Weights, build, width_of_output
 from meshwright.models.dropout import sample_hashes
 from meshwright.models.step_context import Targets, within
+from meshwright.parallel.adapters import narrow_frozen, place_adapters, quantise_base
 from meshwright.parallel.compile import Compilation, compile_stage, plan_compilation
 from meshwright.parallel.data import reduction, zero
 from meshwright.parallel.data.fp8_gather import Fp8Weights
@@ -83,7 +84,7 @@ class Parallel(Sharded):
 
     @property
     def whole_tensors(self) -> dict[str, tuple[int, ...]]:
-        return {p.name: p.shape for p in parameters(self.model, range(self.model.layers))}
+        return {p.name: p.shape for p in parameters(self.model, range(self.model.layers)) if not p.frozen}
 
     @property
     def description(self) -> dict[str, Any]:
@@ -222,17 +223,22 @@ def apply(
         parallel.gathered_weights = Fp8Weights(mesh, dtype)
     for i, layers in stages_of(model, plan, program, mesh).items():
         module = parallel.stages[i] = build(model, layers).to(kept)
+        if model.adapter.on:
+            narrow_frozen(module, dtype)
         table = boxes(model, plan, mesh.layout, rank, layers, frozen_in(module))
         parallel.position_ids = shard_stage(module, table, model, plan, workload, mesh, copies)
+        packings = quantise_base(module, table, model)
+        place_adapters(module, table, mesh, plan)
         choose_products(module, device, dtype, program, fuses_loss)
         compile_stage(module, compilation, (workload.seq // plan.cp, dtype, torch.device(device)))
         wrap_layers(module, plan)
         if mesh.sharded:
-            zero.shard(module, mesh, plan, dtype)
+            whole = {box.name for box in table if box.parameter.frozen and plan.zero < 3}
+            zero.shard(module, mesh, plan, dtype, whole)
         materialise(module, device)
         if parallel.gathered_weights is not None:
             parallel.gathered_weights.add(module)
-        own, units = pieces_of(module, table), zero.units_of_model(module, plan)
+        own, units = pieces_of(module, table, packings), zero.units_of_model(module, plan)
         parallel.reductions.append(reduction.make_reduction(module, mesh, plan, dtype, own, units))
         parallel.pieces += own
     if model.tied and program is not None:  # creating the groups is a collective of all ranks
@@ -244,7 +250,8 @@ def apply(
         masters.give_parameters()
         masters.moved_bytes = 0  # it counts the copies of training steps
     if plan.average_every:
-        parallel.local = LocalSgd(mesh, plan.average_every, parallel.pieces, masters, parallel.reductions)
+        trained = [piece for piece in parallel.updated if not piece.frozen]
+        parallel.local = LocalSgd(mesh, plan.average_every, trained, masters, parallel.reductions)
     if program is not None:
         parallel.pipeline = make_pipeline(parallel, program, dtype)
     choose_attention_kernel(model, plan, workload, dtype, device)

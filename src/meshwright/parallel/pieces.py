@@ -7,7 +7,7 @@ global norm (each element of the model is counted once, however many ranks hold 
 box with one device's). A weight that holds several matrices, each cut separately, has a box for each (`fused`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.describe.sharding import Box
 from meshwright.models.initialise import DrawnWeights, Weights, box_of
+from meshwright.models.quantised import RowPacking
 
 LARGE, DRAWN_AT_ONCE = 2**20, 8  # numbers of a tensor that a thread draws, and threads
 
@@ -30,6 +31,7 @@ class Piece:
     box: Box
     parameter: nn.Parameter
     uses: tuple[str, ...]
+    packing: RowPacking | None = None  # of a quantised weight: the tensor holds bytes, and the box counts numbers
     fused: tuple[Box, ...] = ()  # several boxes, one after the other along `fused_dim`, of which `box` is the first
     fused_dim: int = 0
 
@@ -50,6 +52,11 @@ class Piece:
         return self.box.source
 
     @property
+    def frozen(self) -> bool:
+        """Whether it belongs to the base of an adapter: no step changes it, and checkpoints do not contain it."""
+        return self.box.parameter.frozen
+
+    @property
     def full_shape(self) -> tuple[int, ...]:
         return self.box.full_shape
 
@@ -62,9 +69,28 @@ class Piece:
         return local_tensor(self.parameter)
 
     @property
+    def numbers(self) -> Tensor:
+        """The values of this rank's box: the tensor itself, or the numbers that its bytes stand for."""
+        return self.local if self.packing is None else self.packing.unpack(self.local, torch.float32)
+
+    @property
     def gradient(self) -> Tensor:
         gradient = self.parameter.grad
-        return torch.zeros_like(self.local) if gradient is None else local_tensor(gradient)
+        return torch.zeros_like(self.numbers) if gradient is None else local_tensor(gradient)
+
+    def read(self, weights: Weights) -> Tensor:
+        """The box of initial weights; of a quantised weight whole rows, on which its scales depend."""
+        start, shape = self.start, self.box.local_shape
+        if self.packing is not None:
+            start, shape = (*start[:-1], 0), (*shape[:-1], self.full_shape[-1])
+        return weights.read(self.name, self.full_shape, start, shape)
+
+    @torch.no_grad()
+    def take(self, value: Tensor) -> None:
+        """Set the tensor to what `read` returned."""
+        if self.packing is not None:
+            value = self.packing.pack(value.to(self.local.device))
+        self.local.copy_(value)
 
     def part_of(self, full: Tensor) -> Tensor:
         """This piece of a full tensor."""
@@ -113,16 +139,18 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def pieces_of(module: nn.Module, boxes: Sequence[Box]) -> list[Piece]:
-    """The pieces of one stage, in the order in which the module registers its parameters."""
+def pieces_of(module: nn.Module, boxes: Sequence[Box], packings: Mapping[str, RowPacking] | None = None) -> list[Piece]:
+    """The pieces of one stage, in the order in which the module registers its parameters; `packings` of quantised weights, by name."""
     table = {box.name: box for box in boxes}
     uses: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         uses.setdefault(parameter, []).append(name)
-    pieces = [Piece(table[names[0]], parameter, tuple(names)) for parameter, names in uses.items()]
+    packings = packings or {}
+    pieces = [Piece(table[n[0]], parameter, tuple(n), packings.get(n[0])) for parameter, n in uses.items()]
     for piece in pieces:
-        local = tuple(piece.local.shape)
-        assert local == piece.box.local_shape, f"{piece.name} is {local}; the table says {piece.box.local_shape}"
+        local, expected = tuple(piece.local.shape), piece.box.local_shape
+        expected = expected if piece.packing is None else (*expected[:-1], piece.packing.row_bytes)
+        assert local == expected, f"{piece.name} is {local}; the table says {expected}"
     return pieces
 
 
@@ -152,17 +180,13 @@ def materialise(module: nn.Module, device: str) -> None:
 def initialise(pieces: list[Piece], weights: Weights) -> None:
     """Set every piece to its box of the initial weights. Drawing large tensors takes seconds per billion numbers, so some are drawn at once, by
     threads."""
-
-    def read(piece: Piece) -> Tensor:
-        return weights.read(piece.name, piece.full_shape, piece.start, piece.local.shape)
-
     drawn, large = isinstance(weights, DrawnWeights), list[Piece]()
     for piece in pieces:
         if drawn and prod(piece.full_shape) >= LARGE:
             large.append(piece)
         else:
-            piece.local.copy_(read(piece))
+            piece.take(piece.read(weights))
     with ThreadPoolExecutor(DRAWN_AT_ONCE) as pool:
         for some in (large[i : i + DRAWN_AT_ONCE] for i in range(0, len(large), DRAWN_AT_ONCE)):
-            for piece, value in zip(some, pool.map(read, some), strict=True):
-                piece.local.copy_(value)
+            for piece, value in zip(some, pool.map(lambda piece: piece.read(weights), some), strict=True):
+                piece.take(value)

@@ -51,6 +51,7 @@ class Sharded:
     masters: Masters | None = None  # what the optimizer updates instead of the pieces
     local: LocalSgd | None = None  # replicas that train without communication between averages
     tied: list[tuple[str, ProcessGroup | None]] = field(default_factory=list)  # weights that several stages hold
+    base: dict[str, Any] = field(default_factory=dict)  # what identifies the frozen base of adapters
     applied_scale: float = 1.0  # the loss scale of the gradients: every loss is multiplied by it
 
     # What a checkpoint has to know

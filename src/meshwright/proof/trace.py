@@ -116,9 +116,11 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
 def perturb(parallel: Parallel) -> None:
     """Move every weight by one unit in its last place, up and down in turn."""
     for piece in parallel.pieces:
+        if piece.packing is not None:
+            continue
         signs = 1.0 - 2.0 * (torch.arange(piece.local.numel(), device=piece.local.device) % 2)
         piece.local.mul_(1 + signs.view_as(piece.local).to(piece.local) * torch.finfo(piece.local.dtype).eps)
-    for source, master in zip(*((m.sources, m.pieces) if (m := parallel.masters) else ((), ())), strict=True):
+    for source, master in parallel.masters.pairs if parallel.masters else ():
         master.local.copy_(source.local)
 
 
@@ -182,7 +184,7 @@ def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
         role = role_of(piece.name, len(piece.full_shape))
         traced = PieceTrace(piece.name, piece.start, role=role, orthogonal=kind.by_matrix and role == "matrix")
         traced.epsilon = trainer.settings.epsilon if kind.divides and not traced.orthogonal else 0.0
-        traced.initial, traced.partial = as_array(piece.local), piece.box.partial
+        traced.initial, traced.partial = as_array(piece.numbers), piece.box.partial
         pieces.append(traced)
     trace = Trace(rank, dtype, parallel.mesh.coordinates, pieces=pieces)
     trainer.hooks.append(TraceRecorder(trace))
@@ -214,7 +216,7 @@ class TraceRecorder(Hook):
         self.trace.losses.append(record.loss)
         self.trace.norms.append(record.gradient_norm)
         for piece, kept in zip(trainer.parallel.pieces, self.trace.pieces, strict=True):
-            kept.parameters.append(as_array(piece.local))
+            kept.parameters.append(as_array(piece.numbers))
 
 
 class ActivationRecorder(Hook):
@@ -325,7 +327,8 @@ class UpdateRecorder(Hook):
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         averages = trainer.average.values if trainer.average is not None else []
-        for kept, average in zip(self.trace.pieces, averages, strict=False):
+        trained = [kept for kept, piece in zip(self.trace.pieces, self.updated, strict=True) if not piece.frozen]
+        for kept, average in zip(trained, averages, strict=False):
             kept.averages.append(as_array(average))
         for piece, kept in zip(self.updated, self.trace.pieces, strict=True):
             if len(kept.updates) <= record.step:

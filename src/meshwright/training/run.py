@@ -121,7 +121,7 @@ def check(config: Config, steps: int, folder: Path | None = None) -> None:
         from meshwright.training.loggers import check_loggers
 
         check_loggers(config.run.loggers)
-    if config.run.start_from:
+    if config.run.start_from or config.adapter.start_from:
         from meshwright.training.start import check_start
 
         check_start(config, folder)

@@ -10,13 +10,16 @@ import shutil
 from pathlib import Path
 
 from meshwright.describe import hf
+from meshwright.describe.adapter import Adapter
 from meshwright.describe.config import Config
 from meshwright.describe.files import read_text
 from meshwright.describe.run_folder import ORIGINAL
+from meshwright.describe.sharding import parameters
 from meshwright.errors import MeshwrightError, cannot_write, shown
 from meshwright.models.hf.folder import COMPANIONS, CONFIG
-from meshwright.models.hf.weights import FolderWeights
-from meshwright.models.initialise import Weights
+from meshwright.models.hf.peft import PeftFolder, PeftWeights
+from meshwright.models.hf.weights import FolderWeights, fingerprint
+from meshwright.models.initialise import DrawnWeights, Weights, WithDrawnAdapters
 from meshwright.training.checkpoint.folder import CHECKPOINTS, complete
 from meshwright.units import Json
 
@@ -26,7 +29,8 @@ TOKENIZER, TOKENIZER_LIMIT = "tokenizer.json", 500_000_000
 def check_start(config: Config, run_folder: Path | None = None) -> None:
     """Raise if the folder that a run starts from does not have the weights of its model, or has a tokenizer that is too large."""
     folder = config.run.start_from
-    if not folder or has_checkpoint(run_folder):
+    check_adapter(config)
+    if not folder or (has_checkpoint(run_folder) and not config.adapter.on):
         return
     found = hf.read(folder)
     if missing := [entry for entry in found.not_run if entry not in config.model.not_run]:
@@ -73,10 +77,77 @@ def largest_token(tokenizer: Json) -> int:
     return max((*tokens, *added), default=-1)
 
 
-def initial_weights(config: Config) -> Weights | None:
+def initial_weights(config: Config, seed: int = 0) -> Weights | None:
     """The weights that a run starts from; None: they are drawn from its seed."""
-    folder = config.run.start_from
-    return FolderWeights(folder, config.model) if folder else None
+    folder, model = config.run.start_from, config.model
+    if not folder:
+        return None
+    base = FolderWeights(folder, model)
+    if model.adapter.start_from:
+        return PeftWeights(model.adapter.start_from, model, base.family, base)
+    return WithDrawnAdapters(base, DrawnWeights(model, seed)) if model.adapter.rank else base
+
+
+def check_adapter(config: Config) -> None:
+    """Raise if a run cannot start from the PEFT folder that it names, or would quantise a base that is quantised already."""
+    folder, adapter = config.run.start_from, config.adapter
+    if adapter.start_from and not folder:
+        raise MeshwrightError(
+            "MW-ADPT-010",
+            f"adapter.start_from = '{adapter.start_from}' without run.start_from",
+            why="An adapter belongs to the weights that it was trained on, and these would be drawn",
+            fix="--from FOLDER, the Transformers folder of its base",
+        )
+    if not folder:
+        return
+    base = FolderWeights(folder, config.model)
+    quantised = base.folder.config.get("quantization_config")
+    if adapter.base != "plain" and isinstance(quantised, dict):
+        raise MeshwrightError(
+            "MW-ADPT-013",
+            f"adapter.base={adapter.base}, and the weights in '{folder}' are quantised already ({quantised.get('quant_method')})",
+            why="They would be rounded twice",
+            fix="--set adapter.base=plain, or a folder with the original weights",
+        )
+    if adapter.start_from:
+        found = PeftFolder(adapter.start_from).adapter(config.model, base.family)
+        changed = {n: getattr(found, n) for n in SAME_ADAPTER if getattr(found, n) != getattr(adapter, n)}
+        if set(resolved(adapter, config)) != set(resolved(found, config)) or "rank" in changed:
+            words = [
+                f"--set adapter.{n}={shown_value(getattr(found, n))}"
+                for n in SAME_ADAPTER
+                if getattr(found, n) != getattr(Adapter(), n)
+            ]
+            raise MeshwrightError(
+                "MW-ADPT-011",
+                f"the adapter in '{adapter.start_from}' has other ranks or targets than [adapter]",
+                why=f"It has rank {found.rank} on {', '.join(found.targets)}",
+                fix=" ".join(words),
+            )
+        PeftWeights(adapter.start_from, config.model, base.family, base).check()
+
+
+SAME_ADAPTER = ("rank", "expert_rank", "alpha", "scaling", "targets", "trains")
+
+
+def resolved(adapter: Adapter, config: Config) -> list[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of all adapters of a model."""
+    model = config.model.but(adapter=adapter)
+    return [(p.name, p.shape) for p in parameters(model, range(model.layers)) if p.is_adapter]
+
+
+def shown_value(value: object) -> str:
+    return ",".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def base_of(config: Config, seed: int) -> Json:
+    """What identifies the frozen weights that a checkpoint of adapters belongs to: their folder and a hash of its files' headers, or the seed."""
+    if not config.adapter.on:
+        return {}
+    if not config.run.start_from:
+        return {"seed": seed}
+    folder = Path(config.run.start_from)
+    return {"folder": str(folder.resolve()), "fingerprint": fingerprint(folder)}
 
 
 def has_checkpoint(run_folder: Path | None) -> bool:

@@ -57,7 +57,7 @@ from meshwright.training.measure.measurement import Training, conclude
 from meshwright.training.measure.profile import Profiler
 from meshwright.training.measure.record_comm import CommRecorder
 from meshwright.training.measure.reports import Metrics, gather_reports, rank_report
-from meshwright.training.start import has_checkpoint, initial_weights
+from meshwright.training.start import base_of, has_checkpoint, initial_weights
 from meshwright.units import Json
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS repeats its sums only with a workspace of fixed size
@@ -187,10 +187,11 @@ def make_trainer(context: RankContext, job: TrainingJob, unset: bool = False) ->
         device=context.device,
         dtype=DTYPES[config.plan.param_dtype],
         seed=seed,
-        weights=UnsetWeights() if unset else initial_weights(config),
+        weights=UnsetWeights() if unset and not config.adapter.on else initial_weights(config, seed),
         order=config.plan.order or config.stack.order,
         compile=config.run.compile,
     )
+    parallel.base = base_of(config, seed)
     return Trainer(parallel, training_samples(config, seed), config.optimizer, ahead=AHEAD)
 
 

@@ -225,7 +225,7 @@ def numbers(c: HfConfig) -> dict[str, float]:
 
 FREE = {
     "name", "published", "notes", "not_run", "allow_differences", "vocab_multiple", "dropout", "dropout_rate", "embedding_dropout",
-    "attention_dropout", "given_parameters", "given_flops", "given_activations",
+    "attention_dropout", "adapter", "given_parameters", "given_flops", "given_activations",
 }  # fmt: skip
 BY_LAYER = (  # compared layer by layer, or option by option
     "moe_every", "dense_layers", "pattern", "full_every", "full_layers", "nope_every", "nope_layers", "router", "rope",

@@ -71,14 +71,13 @@ class Average:
 
 
 class LocalSgd(Average):
-    """Local SGD over the replicas of a mesh: averages the masters, or the pieces where there are none."""
+    """Local SGD over the replicas of a mesh: averages `pieces`, which are masters where there are some."""
 
     def __init__(
         self, mesh: Mesh, every: int, pieces: Sequence[Piece], masters: Masters | None, reductions: list[Reduction]
     ) -> None:
         self.mesh, self.masters = mesh, masters
-        averaged = masters.pieces if masters is not None else pieces
-        super().__init__([p.local for p in averaged], mesh.group("replicate"), every)
+        super().__init__([p.local for p in pieces], mesh.group("replicate"), every)
         for bucket in buckets_in(reductions):
             bucket.group = None  # gradients stay with their replica
 

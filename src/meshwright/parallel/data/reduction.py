@@ -87,7 +87,7 @@ def make_reduction(
     }
     if narrow(dtype):
         options["dtype"] = DTYPES[plan.grad_dtype]
-    whole = [p for p in pieces if not isinstance(p.parameter, DTensor)]
+    whole = [p for p in pieces if not isinstance(p.parameter, DTensor) and not p.frozen]
     uncompressed = {p.parameter for p in pieces if plan.wire != "none" and not all(b.compressible for b in p.boxes)}
 
     def over(group: str, only: set[nn.Parameter], compressor: Compressor | None = None) -> Buckets | LocalGradients:

@@ -7,7 +7,7 @@
 A unit of `fully_shard` is `plan.wrap` layers, and one for each end of the model (`gathering`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,15 +41,23 @@ def units(module: nn.Module, layers: int = 1) -> list[Unit]:
     return out if layers else []
 
 
-def shard(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> None:
-    """Apply `fully_shard` to a stage of one of our models, still on the meta device."""
-    shard_parts(module, units(module, plan.wrap), routed_experts(module), mesh, plan, dtype)
+def shard(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype, whole: Collection[str] = ()) -> None:
+    """Apply `fully_shard` to a stage of one of our models, still on the meta device; parameters named in `whole` are not sharded."""
+    kept = {module.get_parameter(name) for name in whole}
+    shard_parts(module, units(module, plan.wrap), routed_experts(module), mesh, plan, dtype, kept)
 
 
 def shard_parts(
-    module: nn.Module, parts: list[Unit], experts: Sequence[nn.Module], mesh: Mesh, plan: Plan, dtype: torch.dtype
+    module: nn.Module,
+    parts: list[Unit],
+    experts: Sequence[nn.Module],
+    mesh: Mesh,
+    plan: Plan,
+    dtype: torch.dtype,
+    whole: Collection[nn.Parameter] = (),
 ) -> None:
     """Apply `fully_shard` to a module in units; `experts` have other data-parallel ranks than the other modules, and are sharded over those.
+    `whole` are parameters that stay as they are.
 
     A pipeline stage is gathered once per step, before its first action, and freed after its last, for any value of
     `reshard`: if it were freed between forward and a *split* backward, torch would silently lose the gradients of W
@@ -65,12 +73,12 @@ def shard_parts(
         reduce_dtype=DTYPES.get(reduced) if narrow(dtype) else None,
     )
     # One number cannot be divided: each rank has it, and its gradient is all-reduced.
-    ignored = {p for p in module.parameters() if p.ndim == 0}
+    ignored = {p for p in module.parameters() if p.ndim == 0} | set(whole)
     for part in experts:
         if mesh.expert_sharding is None:
             ignored |= set(part.parameters())
         else:
-            shard_units(part, [], mesh.expert_sharding, gathering)
+            shard_units(part, [], mesh.expert_sharding, gathering, ignored & set(part.parameters()))
     shard_units(module, parts, mesh.sharding(), gathering, ignored)
 
 

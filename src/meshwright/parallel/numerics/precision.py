@@ -53,7 +53,7 @@ def cast(module: nn.Module, parameters: torch.dtype | None, buffers: torch.dtype
 
 class Masters:
     """Master weights: wide copies of this rank's pieces, on the device or the host. The optimizer updates them; the model gets
-    them rounded.
+    them rounded. Frozen pieces have none: they are in `pieces` as they are.
 
     With masters on the host (ZeRO-Offload, Ren et al. 2021) 4 bytes of gradient are copied to the host and 2 bytes of parameter
     back, instead of 8 bytes of Adam's moments in both directions. `moved_bytes` counts the copied bytes. On the device a master
@@ -69,6 +69,9 @@ class Masters:
         self.pinned = self.on_host and any(p.local.is_cuda for p in self.sources)
         self.reads_narrow = self.rounds = False
         for piece in self.sources:
+            if piece.frozen:
+                self.pieces.append(piece)
+                continue
             wide = torch.empty_like(piece.local, dtype=dtype, device=device, pin_memory=self.pinned or None)
             wide.copy_(piece.local)
             master = nn.Parameter(wide, requires_grad=piece.parameter.requires_grad)
@@ -76,9 +79,14 @@ class Masters:
                 master.grad = torch.empty_like(wide, pin_memory=self.pinned or None)
             self.pieces.append(replace(piece, parameter=master))
 
+    @property
+    def pairs(self) -> list[tuple[Piece, Piece]]:
+        """The pieces of the model that have a master, each with it."""
+        return [pair for pair in zip(self.sources, self.pieces, strict=True) if not pair[0].frozen]
+
     @torch.no_grad()
     def take_gradients(self) -> None:
-        for source, master in zip(self.sources, self.pieces, strict=True):
+        for source, master in self.pairs:
             gradient: Any = source.gradient
             if self.on_host:
                 host: Any = master.parameter.grad
@@ -94,20 +102,20 @@ class Masters:
         if not self.rounds:
             self.give_parameters()
         if not self.on_host:
-            for master in self.pieces:
+            for _, master in self.pairs:
                 master.parameter.grad = None
 
     @torch.no_grad()
     def give_parameters(self) -> None:
         """Round the masters into the parameters."""
-        for source, master in zip(self.sources, self.pieces, strict=True):
+        for source, master in self.pairs:
             source.local.copy_(master.local, non_blocking=self.pinned)
             self.moved_bytes += source.local.nbytes
         self._wait()
 
     def rounded(self) -> dict[nn.Parameter, Tensor]:
         """The local tensor of the parameter that each master is rounded to."""
-        return {m.parameter: s.local for s, m in zip(self.sources, self.pieces, strict=True)}
+        return {m.parameter: s.local for s, m in self.pairs}
 
     def _wait(self) -> None:
         if self.pinned:
@@ -116,7 +124,7 @@ class Masters:
 
 def masters_of(pieces: list[Piece], plan: Plan) -> Masters | None:
     """The masters that the optimizer should update, or None if it updates the parameters directly."""
-    dtype = pieces[0].local.dtype
+    dtype = next((p.local.dtype for p in pieces if not p.frozen), pieces[0].local.dtype)
     wide = torch.float32 if narrow(dtype) and plan.master else dtype
     if plan.offload in ("states", "both"):
         return Masters(pieces, wide, "cpu")
@@ -161,4 +169,5 @@ class LossScale:
 def unscale(pieces: Iterable[Piece], scale: float) -> None:
     if scale != 1.0:
         for piece in pieces:
-            piece.gradient.mul_(1.0 / scale)
+            if piece.parameter.requires_grad:
+                piece.gradient.mul_(1.0 / scale)

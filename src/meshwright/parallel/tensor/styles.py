@@ -237,7 +237,7 @@ STYLES: dict[str, Callable[[Split, str, Any], None]] = {
     **{style: _cuts(style) for style in ("column", "per-head", "logits", "between", "inside")},
     # "replicated": every rank has the same input. "divided": the caller divides the sequence. Experts are cut over ep and expert_tp, by
     # the sharding table (`expert`) or by rows for their parameters ("cut").
-    **dict.fromkeys(("replicated", "divided", "experts", "experts-row"), _unchanged),
+    **dict.fromkeys(("replicated", "divided", "experts", "experts-row", "experts-inside"), _unchanged),
     "region": _region,
     "enter": _enter,
     "keys": _keys,

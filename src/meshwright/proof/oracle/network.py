@@ -86,8 +86,23 @@ class Network:
     # Parts of every network
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        y, bias = x @ self.weights[f"{name}.weight"].mT, self.weights.get(f"{name}.bias")
+        y, bias = x @ self.weights[f"{name}.weight"].mT + self.adapter(x, name), self.weights.get(f"{name}.bias")
         return self.note(name, y if bias is None else y + bias)
+
+    def adapter(self, x: torch.Tensor, name: str, expert: int | None = None) -> torch.Tensor | float:
+        """What a low-rank adapter adds to a product: alpha / rank · B A dropout(x)."""
+        a, b, options = (
+            self.weights.get(f"{name}.lora_a.weight"),
+            self.weights.get(f"{name}.lora_b.weight"),
+            self.model.adapter,
+        )
+        if a is None or b is None:
+            return 0.0
+        rank = a.shape[-2]
+        factor = (options.alpha or rank) / (sqrt(rank) if options.scaling == "root" else rank)
+        if expert is not None:
+            return factor * (x @ a[expert].mT) @ b[expert].mT
+        return factor * (self.dropped(x, options.dropout, f"{name}.lora") @ a.mT) @ b.mT
 
     def dropped(self, x: torch.Tensor, rate: float, site: str) -> torch.Tensor:
         if not rate:
@@ -232,7 +247,9 @@ class Network:
         def product(x: torch.Tensor, part: str) -> torch.Tensor:
             if expert is None:
                 return self.linear(x, f"{name}.{part}")
-            y, bias = x @ self.weights[f"{name}.{part}.weight"][expert].mT, self.weights.get(f"{name}.{part}.bias")
+            path = f"{name}.{part}"
+            y, bias = x @ self.weights[f"{path}.weight"][expert].mT, self.weights.get(f"{path}.bias")
+            y = y + self.adapter(x, path, expert)
             return y if bias is None else y + bias[expert]
 
         if f"{name}.gate.weight" not in self.weights:

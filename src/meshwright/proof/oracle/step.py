@@ -47,7 +47,7 @@ class Oracle(Hook):
         self.momentum: dict[str, np.ndarray] = {}
 
     def before_step(self, trainer: Any) -> None:
-        weights = {piece.name: piece.local.detach().cpu().double().clone() for piece in trainer.parallel.pieces}
+        weights = {piece.name: piece.numbers.detach().cpu().double().clone() for piece in trainer.parallel.pieces}
         frozen = {piece.name for piece in trainer.parallel.pieces if not piece.parameter.requires_grad}
         inputs, targets, documents_BS = trainer.loader.batch(trainer.step, trainer.indices)
         documents = None if documents_BS is None else documents_BS.cpu()
@@ -129,8 +129,10 @@ def wrong_rates(trainer: Any, run: Optimizer) -> Iterator[Break]:
 
 def initial_moments(model: Model, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and deviation of the initial values of a tensor in a proof."""
-    if len(shape) == 1 or name.endswith("bias"):
-        return 0.0 if name.endswith(("bias", "sinks.weight")) else 1.0 - model.norm_offset, SCATTER
+    if name.endswith("lora_a.weight"):
+        return 0.0, 1 / sqrt(3 * shape[-1])
+    if len(shape) == 1 or name.endswith(("bias", "lora_b.weight")):
+        return 0.0 if name.endswith(("bias", "sinks.weight", "lora_b.weight")) else 1.0 - model.norm_offset, SCATTER
     if model.resnet.stages:
         return 0.0, 0.01 if len(shape) == 2 else sqrt(2 / (shape[0] * shape[2] * shape[3]))
     if model.kind == "mlp":

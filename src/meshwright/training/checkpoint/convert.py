@@ -34,14 +34,18 @@ import torch
 from torch import Tensor
 
 from meshwright.describe import hf
+from meshwright.describe.adapter import Adapter
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.run_folder import ORIGINAL
 from meshwright.describe.sharding import parameters
 from meshwright.errors import MeshwrightError, cannot_write, listed, unknown
 from meshwright.models.hf.folder import CONFIG
+from meshwright.models.hf.peft import ExportedAdapter, export_adapter
 from meshwright.models.hf.weights import Exported, export
+from meshwright.models.initialise import Weights
 from meshwright.training.checkpoint import folder
+from meshwright.training.checkpoint.adapters import MERGED, MergedWeights, base_weights, check_not_merged
 from meshwright.training.checkpoint.folder import checkpoints_in
 from meshwright.training.checkpoint.load import read_average
 from meshwright.training.checkpoint.manifest import (
@@ -82,6 +86,27 @@ class CheckpointWeights:
         return entry.tensor
 
 
+def to_peft(source: Path, out: Path, *, dtype: str = "", like: Path | None = None) -> ExportedAdapter:
+    """Write the adapters of the newest checkpoint of `source` as a folder that PEFT loads."""
+    path = checkpoints_in(source)[-1]
+    manifest = read_manifest(path)
+    check_files(path, manifest)
+    model = Model(**manifest.model)
+    if not model.adapter.rank:
+        raise MeshwrightError(
+            "MW-CKPT-015",
+            f"'{path}' has no adapters",
+            why="The run trained without adapter.rank",
+            fix="--to huggingface",
+        )
+    like = like if like is not None else copied_folder(path)
+    family, _ = hf.write(model.but(adapter=Adapter()), hf.load(like) if like is not None else None)
+    chosen = DTYPES[dtype_of(manifest, like, dtype)]
+    return export_adapter(
+        out, model, CheckpointWeights(path, manifest), family, chosen, manifest.base.get("folder", "")
+    )
+
+
 def to_huggingface(
     source: Path,
     out: Path,
@@ -96,7 +121,7 @@ def to_huggingface(
     path = checkpoints_in(source)[-1]
     manifest = read_manifest(path)
     check_files(path, manifest)
-    weights = CheckpointWeights(path, manifest, AVERAGE if average else WEIGHT)
+    weights: Weights = CheckpointWeights(path, manifest, AVERAGE if average else WEIGHT)
     if average and not any(key.removeprefix("replica-0/").startswith(f"{AVERAGE}/") for key in manifest.tensors):
         raise MeshwrightError(
             "MW-CKPT-016",
@@ -104,13 +129,17 @@ def to_huggingface(
             why="The run kept none: optimizer.ema was 0",
             fix="convert without --ema",
         )
-    like = like if like is not None else copied_folder(path)
+    given, like = like, like if like is not None else copied_folder(path)
     chosen = DTYPES[dtype_of(manifest, like, dtype)]
 
     def listen(name: str, done: int, total: int) -> None:
         progress(done / total)
 
-    return export(out, Model(**manifest.model), weights, dtype=chosen, like=like, listen=listen)
+    model, note = Model(**manifest.model), {}
+    if model.adapter.on:
+        note = {MERGED: check_not_merged(manifest, given)}
+        weights = MergedWeights(model, base_weights(manifest, given), weights)
+    return export(out, model, weights, dtype=chosen, like=like, listen=listen, note=note)
 
 
 def copied_folder(checkpoint: Path) -> Path | None:

@@ -61,6 +61,7 @@ def check_fits(trainer: SavableTrainer, manifest: Manifest) -> None:
         if key.startswith((f"{WEIGHT}/", f"replica-0/{WEIGHT}/"))
     }
     check_model(parallel.description, manifest, parallel.whole_tensors, saved)
+    check_base(parallel.base, manifest.base)
     optimizer, kinds = Workload(**manifest.workload).optimizer, states_by_parameter(manifest)
     classes = [str(model.get("optimizer")) for model in (manifest.model, parallel.description)]
     if kinds and classes[0] != classes[1]:  # of a user's module
@@ -82,6 +83,19 @@ def check_fits(trainer: SavableTrainer, manifest: Manifest) -> None:
                 f"the checkpoint has no {min(missing)}/{piece.name}",
                 why="It has states of the optimizer, but not all of them",
             )
+
+
+def check_base(base: Json, saved: Json) -> None:
+    """Raise if adapters were trained on other weights than those that the run has read."""
+    marks = ("fingerprint", "seed")
+    if base and saved and any(base.get(mark) != saved.get(mark) for mark in marks):
+        texts = [str(b.get("folder") or f"weights drawn from seed {b.get('seed')}") for b in (saved, base)]
+        raise MeshwrightError(
+            "MW-ADPT-014",
+            "the adapters of the checkpoint were trained on another base",
+            why=f"Then: {texts[0]}; now: {texts[1]}" + (", whose files have changed" if texts[0] == texts[1] else ""),
+            fix="resume with the base of the checkpoint, or start a new run in another folder",
+        )
 
 
 def check_model(model: Json, manifest: Manifest, expected: Json, saved: Json) -> None:

@@ -13,6 +13,8 @@ tensor. The keys are
     replica-R/…                      the same of replica R under local SGD, whose replicas differ between averages
     rank-R/…                         tensors that belong to one rank: random states, residuals of compression
 
+A run that trains adapters over a frozen base saves what trains; `base` is the folder of the base, with a hash of its headers, or the seed.
+
 Numbers that are not tensors (loss scale, steps since the last average) are in `ranks`, one table per rank. The order of the data is a
 function of the seed and the step, so the step is the whole position in the data.
 
@@ -80,6 +82,7 @@ class Manifest:
     replicas: int = 0  # of local SGD, each with its tensors; 0: one set of tensors
     seed: int = 0
     data: Json = field(default_factory=dict)
+    base: Json = field(default_factory=dict)  # of a checkpoint of adapters: the weights that they belong to
     versions: dict[str, str] = field(default_factory=dict)
     created: float = 0.0
 
@@ -99,6 +102,7 @@ class Manifest:
             "format": FORMAT,
             "version": VERSION,
             **{name: getattr(self, name) for name in PLAIN},
+            **({"base": self.base} if self.base else {}),
             "files": [{"name": name, **asdict(self.files[name])} for name in names],
             "tensors": {
                 key: {
@@ -202,6 +206,7 @@ def _manifest_of(document: Json) -> Manifest:
     if type(plain["step"]) is not int or plain["step"] < 0 or not 0 <= plain["replicas"] <= MOST_RANKS:
         raise ValueError("step or replicas is not valid")
     return Manifest(
+        base=dict(document.get("base", {})),
         **{**plain, "order": tuple(plain["order"]), "ranks": tuple(plain["ranks"])},
         tensors=tensors,
         files={file["name"]: SavedFile(int(file["bytes"]), str(file["sha256"])) for file in document["files"]},

@@ -63,6 +63,7 @@ def run_description(trainer: SavableTrainer, data: Json | None = None) -> Json:
         "replicas": replicas_of(trainer),
         "seed": parallel.seed,
         "data": data or {},
+        "base": parallel.base,
         "versions": {"meshwright": VERSION, "torch": torch.__version__, "safetensors": safetensors_version()},
     }
 

@@ -104,13 +104,15 @@ def shared_entries(
     trainer: SavableTrainer, states: Mapping[int, Mapping[str, Tensor]], average: bool = True
 ) -> Iterator[BoxEntry]:
     """The boxes that a plan shares out: weights, their moving average, and the given states of the optimizer."""
-    averages = trainer.average.values if average and trainer.average is not None else []
+    averages = iter(trainer.average.values if average and trainer.average is not None else [])
     parallel, prefix = trainer.parallel, replica_prefix(trainer)
     for i, piece in enumerate(parallel.updated):
+        if piece.frozen:
+            continue
         writes = [is_writer(box, i, parallel.mesh, parallel.degrees.kv_copies) for box in piece.boxes]
         yield from box_entries(f"{prefix}{WEIGHT}/{piece.name}", piece, piece.local, writes)
-        if averages:
-            yield from box_entries(f"{prefix}{AVERAGE}/{piece.name}", piece, averages[i], writes)
+        if (averaged := next(averages, None)) is not None:
+            yield from box_entries(f"{prefix}{AVERAGE}/{piece.name}", piece, averaged, writes)
         for name, value in states.get(i, {}).items():
             value = local_tensor(value)
             if value.ndim and value.shape == piece.local.shape:

@@ -17,11 +17,11 @@ from meshwright.parallel.sharded import Sharded
 
 
 class WeightAverage:
-    """The moving average of the pieces of one rank; `values` are in the order of `Parallel.updated`."""
+    """The moving average of the pieces of one rank; `values` are in the order of `Parallel.updated`, without frozen ones."""
 
     def __init__(self, parallel: Sharded, decay: float) -> None:
         self.parallel, self.decay = parallel, decay
-        self.pieces = parallel.updated
+        self.pieces = [piece for piece in parallel.updated if not piece.frozen]
         self.values = [p.local.detach().to(at_least_single(p.local.dtype), copy=True) for p in self.pieces]
 
     @torch.no_grad()

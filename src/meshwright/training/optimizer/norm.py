@@ -49,7 +49,8 @@ def clip(pieces: list[Piece], norm: Tensor, max_norm: float, optimizer: torch.op
         optimizer.gradient_factor = factor
         return
     for piece in pieces:
-        piece.gradient.mul_(factor)
+        if piece.parameter.requires_grad:
+            piece.gradient.mul_(factor)
 
 
 class Rollback(MeshwrightError):
