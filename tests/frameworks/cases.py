@@ -49,6 +49,10 @@ CASES = {
     "8b interleaved": Case("llama3-8b", 64, 512, 8192, ("pp=2", "virtual=4")),
     "8b recompute": Case("llama3-8b", 64, 512, 8192, ("recompute=full",)),
     "8b selective": Case("llama3-8b", 64, 512, 8192, ("recompute=selective",)),
+    "8b lora": Case("llama3-8b", 8, 64, 4096, settings=("adapter.rank=16", "adapter.alpha=32", "adapter.targets=q_proj,k_proj,v_proj")),
+    "70b qlora": Case(
+        "llama3-70b", 8, 64, 4096, settings=("adapter.rank=8", "adapter.targets=all-linear", "adapter.base=nf4", "adapter.dropout=0.05")
+    ),
     "qwen3 8b": Case("qwen3-8b", 64, 512, 4096),
     "70b 64": Case("llama3-70b", 64, 512, 8192),
     "70b 512": Case("llama3-70b", 512, 1024, 8192),
@@ -125,7 +129,7 @@ def facts_of(config: Config) -> dict[str, Any]:
 
 def expected(config: Config) -> dict[str, Any]:
     """The values of a plan under the names that the drivers print."""
-    plan, work, model = config.plan, config.workload, config.model
+    plan, work, model, a = config.plan, config.workload, config.model, config.adapter
     return {
         "world": plan.world, "tp": plan.tp, "cp": plan.cp, "pp": plan.pp, "dp": plan.dp, "replicate": plan.replicate, "shard": plan.shard,
         "ep": plan.ep, "expert_tp": plan.etp, "sp": plan.sp and plan.tp > 1, "zero": plan.zero,
@@ -134,5 +138,6 @@ def expected(config: Config) -> dict[str, Any]:
         "recompute": plan.recompute, "dtype": plan.param_dtype, "fp8": work.precision in ("fp8", "mxfp8"),
         "layers": model.layers, "hidden": model.hidden, "heads": model.heads, "kv_heads": model.kv_heads or model.heads,
         "ffn": model.ffn if not model.experts or model.dense_layers else model.expert_ffn,
+        "adapter": [a.rank, a.alpha or a.rank, a.dropout] if a.on else None, "base_bits": {"nf4": 4, "int8": 8}.get(a.base),
         "vocab": model.vocab, "experts": model.experts or 0, "top_k": model.top_k if model.experts else 0,
     }  # fmt: skip

@@ -302,3 +302,18 @@ def test_a_model_of_your_own_has_its_fields_and_its_name(server: str, open_page:
     page.locator("p.why", has_text="7").first.wait_for()
     assert heads.get_attribute("aria-invalid") == "true"
     assert "model.heads" not in page.url
+
+
+def test_adapters_are_a_knob_of_the_page(server: str, open_page: Open) -> None:
+    """A rank, then all matrices and a quantised base; no rank takes the whole section away."""
+    page = open_page(server + "/#model=llama3-8b&adapter.rank=8")
+    page.get_by_text("All settings").click()
+    pick(page, "Rank of adapters (LoRA)", "16")
+    page.get_by_text("adapters of rank 16").wait_for()
+    page.get_by_label("Matrices with adapters").select_option("all-linear")
+    page.wait_for_url(re.compile("all-linear"))
+    page.get_by_label("Frozen base").select_option("nf4")
+    page.wait_for_url(re.compile(r"adapter\.rank=16.*adapter\.base=nf4|adapter\.base=nf4.*adapter\.rank=16"))
+    pick(page, "Rank of adapters (LoRA)", "none")
+    page.get_by_text("all parameters train").wait_for()
+    page.wait_for_url(lambda url: "adapter" not in url)

@@ -75,7 +75,7 @@ def adapter_facts(model: Model) -> Facts:
         "adapter_targets": None if everything else targets,
         "adapter_trains": list(a.trains) or None,
         "quantised": PACKINGS[a.base].bits if a.base in BASES.values() else None,
-        "double_quantised": a.double_quantised or None,
+        "double_quantised": a.double_quantised if a.base == "nf4" else a.double_quantised or None,
     }
 
 

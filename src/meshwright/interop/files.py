@@ -257,7 +257,11 @@ def sections(reading: SettingsReading) -> dict[str, Any]:
         "workload": reading.workload.as_dict(),
         "plan": reading.plan.as_dict(),
     }
-    return found | ({"model": model_part(reading, "the file")} if reading.shape.complete else {})
+    if not reading.shape.complete:
+        return found
+    model = model_part(reading, "the file")
+    adapter = model.pop("adapter", {}) if isinstance(model, dict) else {}
+    return found | {"model": model} | ({"adapter": adapter} if adapter else {})
 
 
 def load_user_plan(path: str | Path, gpus: int) -> Plan:

@@ -39,6 +39,12 @@ def parse(case):
         if dp * degrees["cp"] > 1 and degrees["pp"] == 1:
             stated = moe.reshard_after_forward if moe else setup.strategy_config.reshard_after_forward
             out["reshard"] = True if stated is None else stated  # None: Automodel reshards outside pipelines
+    if peft := settings.get("peft"):
+        from nemo_automodel.components._peft.lora import PeftConfig
+
+        assert peft.pop("_target_") == f"{PeftConfig.__module__}.{PeftConfig.__name__}"
+        made = PeftConfig(**peft)
+        out["adapter"] = [made.dim, made.alpha, made.dropout]
     return out | ({"zero": 3 if strategy == "FSDP2Config" else 0} if dp * degrees["cp"] > 1 else {})
 
 

@@ -51,6 +51,8 @@ def parse(case):
         "accumulation": config.gradient_accumulation_steps, "seq": config.sequence_len,
         "batch": config.micro_batch_size * config.gradient_accumulation_steps * dp, "recompute": "full" if config.gradient_checkpointing else "none",
         "dtype": "bf16" if config.bf16 else "fp32", "fp8": bool(config.get("fp8")),
+        "adapter": [config.lora_r, config.lora_alpha, config.lora_dropout or 0.0] if config.adapter else None,
+        "base_bits": 4 if config.load_in_4bit else 8 if config.load_in_8bit else None,
     }  # fmt: skip
 
 

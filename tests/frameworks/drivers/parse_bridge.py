@@ -83,6 +83,8 @@ def parse(case):
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     os.environ.update(case["variables"], WORLD_SIZE=str(case["world"]), RANK="0")
     config = getattr(recipes, f"{case['recipe']}_pretrain_config")()
+    if "peft" in case["text"] or any("peft." in word for word in case["words"]):
+        config.checkpoint.pretrained_checkpoint = "none"  # a plan has none
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "settings.yaml")
         with open(file, "w") as stream:
@@ -105,6 +107,7 @@ def parse(case):
         "batch": train.global_batch_size, "microbatch": train.micro_batch_size, "seq": model.seq_length,
         "accumulation": train.global_batch_size // (train.micro_batch_size * dp), "recompute": model.recompute_granularity or "none",
         "dtype": "bf16" if model.bf16 else "fp32", "fp8": bool(model.fp8),
+        "adapter": [config.peft.dim, config.peft.alpha, config.peft.dropout] if config.peft else None,
         **({"expert_tp": model.expert_tensor_parallel_size} if model.num_moe_experts else {}),
     }  # fmt: skip
 

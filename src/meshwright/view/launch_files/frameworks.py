@@ -207,7 +207,10 @@ def megatron_bridge(config: Config, plan: str, folder: str, save_every: int) -> 
     name, shape = "megatron-bridge", {f"model.{key}" for key in BRIDGE_SHAPE}
     more, notes = run_settings(name, run_values(config, folder, save_every))
     settings = settings_of(config, FRAMEWORKS[name]).settings | more
-    words = (f"{key}={override(value)}" for key, value in settings.items() if key not in shape)
+    # The recipe has no adapters: theirs are added, the others change its values.
+    words = (
+        f"{'+' * key.startswith('peft.')}{key}={override(value)}" for key, value in settings.items() if key not in shape
+    )
     begin = ("scripts/training/run_recipe.py", "--recipe", f"{RECIPES[config.model.name]}_pretrain_config", *words)
     return TrainingProgram(name, begin, notes=notes, install=name, variables=megatron.variables(config.plan))
 

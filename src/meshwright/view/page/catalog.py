@@ -4,6 +4,7 @@ from collections.abc import Collection
 from functools import cache
 
 from meshwright.describe import catalog
+from meshwright.describe.adapter import PACKINGS
 from meshwright.describe.base import descriptions
 from meshwright.describe.config import CLASSES
 from meshwright.describe.plan_fields import PlanFields
@@ -15,7 +16,7 @@ from meshwright.view.launch_files import LAUNCHERS
 from meshwright.view.page.presets import presets
 from meshwright.view.page.registry import VIEWS
 
-REGISTERED = {"activation": list(ACTIVATIONS), "attention": list(ATTENTIONS)}
+REGISTERED = {"base": ["plain", *PACKINGS], "activation": list(ACTIVATIONS), "attention": list(ATTENTIONS)}
 # Fields of a model that decide its cost, in the order of the form.
 SHAPE = (
     "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "activation", "vocab", "tied", "attention", "q_rank", "kv_rank", "rope_dim",
@@ -34,7 +35,12 @@ def listing() -> Json:
         "links": [{"name": name} for name in catalog.names("links")],
         "stacks": [stack_line(name) for name in catalog.names("stacks")],
         "schedules": [{"name": name, "about": rule.about, "virtual": rule.virtual} for name, rule in SCHEDULES.items()],
-        "fields": {"model": fields_of("model", SHAPE), "workload": fields_of("workload"), "plan": fields_of("plan")},
+        "fields": {
+            "model": fields_of("model", SHAPE),
+            "workload": fields_of("workload"),
+            "plan": fields_of("plan"),
+            "adapter": fields_of("adapter"),
+        },
         "shape": SHAPE,
         "frameworks": [{"name": f.name, "title": f.title} for f in FRAMEWORKS.values()],
         "launchers": [{"name": name} for name in LAUNCHERS],

@@ -12,7 +12,7 @@ from meshwright.interop.files import read_settings, sections
 from meshwright.units import Json
 
 OF_TRANSFORMERS = {"architectures", "model_type"}
-PLANNED = ("model", "cluster", "stack", "workload", "plan")  # the sections that the page keeps
+PLANNED = ("model", "cluster", "stack", "workload", "plan", "adapter")  # the sections that the page keeps
 
 
 def opened(name: str, text: str, gpus: int = 0) -> Json:

@@ -67,7 +67,7 @@ def command(config: Config, name: str = "estimate") -> str:
         if section == "cluster" and "gpus" in table:
             words += ["--gpus", str(table.pop("gpus"))]
         settings |= {f"{section}.{key}": value for key, value in table.items()}
-    for section in ("workload", "plan"):
+    for section in ("workload", "plan", "adapter"):
         table = sections[section]
         settings |= dict(leaves(table, section)) if isinstance(table, dict) and table else {}
     for path, value in settings.items():

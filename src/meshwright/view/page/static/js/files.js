@@ -125,7 +125,7 @@ async function part(file, name) {
 
 /** The scenarios of a file that the page wrote. */
 function scenarios({ scenarios: list }) {
-  const legal = list.filter((one) => typeof one?.name === "string" && one.config && typeof one.config === "object" && state.SECTIONS.every((key) => one.config[key]));
+  const legal = list.filter((one) => typeof one?.name === "string" && one.config && typeof one.config === "object" && state.SECTIONS.every((key) => key === "adapter" || one.config[key]));
   if (!legal.length) throw new source.Refusal(failed("the file has no scenario with a name and all sections", "", state.SECTIONS));
   return { kind: `${legal.length} scenarios`, config: {}, scenarios: legal.slice(0, state.MOST_PINS), unread: list.filter((one) => !legal.includes(one)).map((one, i) => one?.name ?? `scenario ${i + 1}`) };
 }

@@ -16,6 +16,7 @@ let form = null, problems = null;
 
 const plan = (field) => state.get().plan[field] ?? catalog.fields.plan[field].default;
 const workload = (field) => state.get().workload[field] ?? catalog.fields.workload[field].default;
+const adapter = (field) => state.get().adapter?.[field] ?? catalog.fields.adapter[field].default;
 const about = (section, field) => catalog.fields[section]?.[field]?.about ?? "";
 const nameOf = (part) => (typeof part === "string" ? part : part.name ?? part.extends ?? "own");
 
@@ -127,6 +128,17 @@ function workloadSection() {
     h("div", { class: "pair" }, ofWorkload("optimizer", "Optimizer"), ofWorkload("scaling", "fp8 scales"), follow(tokens, () => [workload("tokens") || ""])));
 }
 
+/** What trains: everything, or low-rank adapters over a frozen base. Without a rank the other choices have no effect. */
+function adapterSection() {
+  const kind = (make, field, label, values, set, text) => follow(make(label, about("adapter", field), (c, fail) => mendAfter(set(c.value), fail), { text }), () => [ANY(values()), adapter(field)]);
+  const ranks = () => [...new Set([0, 8, 16, 64, adapter("rank")])].sort((a, b) => a - b);
+  const lists = () => [[], ["all-linear"], ...(adapter("targets").length && adapter("targets")[0] !== "all-linear" ? [adapter("targets")] : [])];
+  return section("Fine-tuning", () => (adapter("rank") ? `adapters of rank ${adapter("rank")}` : "all parameters train"),
+    kind(chips, "rank", "Rank of adapters (LoRA)", ranks, (value) => (value ? { "adapter.rank": value } : { adapter: {} }), (v) => (v ? String(v) : "none")),
+    when(() => adapter("rank"), kind(words, "targets", "Matrices with adapters", lists, (value) => ({ "adapter.targets": value }), (v) => v.join(", ") || "PEFT’s default")),
+    when(() => adapter("rank"), kind(words, "base", "Frozen base", () => catalog.fields.adapter.base.values, (value) => ({ "adapter.base": value }), String)));
+}
+
 function planSection() {
   const overlap = AXES.map((axis) => {
     const box = check(axis, `overlap ${axis} communication with compute`, (on) => apply({ "plan.overlap": AXES.filter((a) => (a === axis ? on : overlaps().includes(a))) }));
@@ -181,7 +193,7 @@ export async function begin(element) {
     form.replaceChildren(refusal(error.error), h("button", { type: "button", onclick: () => begin(clear(form)) }, "Try again"));
     return;
   }
-  const all = h("details", { id: "all-settings" }, h("summary", null, "All settings, own model and own cluster"), h("div", { class: "sections" }, section("Model", () => nameOf(state.get().model), ownModel(state, catalog, () => choices?.model, mendAfter, widgets)), section("Cluster", () => nameOf(state.get().cluster), ownCluster(state, catalog, mendAfter, widgets)), workloadSection(), planSection()));
+  const all = h("details", { id: "all-settings" }, h("summary", null, "All settings, own model and own cluster"), h("div", { class: "sections" }, section("Model", () => nameOf(state.get().model), ownModel(state, catalog, () => choices?.model, mendAfter, widgets)), section("Cluster", () => nameOf(state.get().cluster), ownCluster(state, catalog, mendAfter, widgets)), workloadSection(), planSection(), adapterSection()));
   files.begin(gpus, mendAfter);
   form.append(problems, knobs(), all);
   show();

@@ -2,13 +2,14 @@
 // the back button undoes. The fragment has only what differs from the start: #view=memory&plan.tp=4&plan.shard=8
 
 export const MOST_PINS = 8;
-export const SECTIONS = ["model", "cluster", "stack", "workload", "plan"];
+export const SECTIONS = ["model", "cluster", "stack", "workload", "plan", "adapter"];
 const START = {
   model: "llama3-70b",
   cluster: { extends: "dgx-h100", gpus: 64 },
   stack: "megatron-core",
   workload: { batch: 512, seq: 8192 },
   plan: { tp: 8, sp: true, pp: 2, shard: 4, zero: 1, recompute: "selective" },
+  adapter: {},
   page: { view: "overview", pins: [], options: {} },
 };
 
@@ -106,7 +107,7 @@ export function read(fragment) {
   }
   if (!isTable(state.page.options)) state.page.options = {};
   if (typeof state.page.view !== "string") state.page.view = START.page.view;
-  for (const section of ["workload", "plan"]) if (!isTable(state[section])) state[section] = {};
+  for (const section of ["workload", "plan", "adapter"]) if (!isTable(state[section])) state[section] = {};
   for (const section of ["model", "cluster", "stack"]) if (!isTable(state[section]) && typeof state[section] !== "string") state[section] = structuredClone(START[section]);
   return state;
 }
