@@ -11,7 +11,7 @@ from rich.console import Console
 from meshwright.errors import MeshwrightError
 from meshwright.programs.pipelines import Durations, build, walk
 from meshwright.view.page.timeline import schedules_html
-from meshwright.view.pipelines import COLOURS, colour, messages, show_pipelines, unit_of
+from meshwright.view.pipelines import COLOURS, Unit, colour, messages, show_pipelines, timeline
 from meshwright.view.show.pipelines import show, walked_for
 
 
@@ -79,10 +79,10 @@ def test_messages_grow_with_the_stages_of_a_rank():
 def test_seconds_are_printed_in_a_readable_unit():
     walked = walk(build("1f1b", 2, 4), Durations.of(2, *([0.002] * 2,) * 3))
     out = io.StringIO()
-    show_pipelines([walked], Console(file=out, width=100), seconds=True)
+    Console(file=out, width=100).print(timeline(walked, seconds=True))
     assert "makespan 30 ms" in out.getvalue()
     assert "0 ms" in out.getvalue()
-    assert unit_of([walked], False).format(walked.makespan) == "0.03"
+    assert Unit().format(walked.makespan) == "0.03"
 
 
 def data_of(page):

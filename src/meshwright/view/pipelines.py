@@ -54,16 +54,15 @@ class Unit(NamedTuple):
         return f"{time / self.size:.4g} {self.name}".rstrip() if self.name else f"{time:.6g}"
 
 
-def unit_of(several: Sequence[Walked], seconds: bool) -> Unit:
-    """No unit, or for times in seconds the largest unit in which the longest step is at least 1."""
-    longest = max(w.makespan for w in several)
+def unit_of(walked: Walked) -> Unit:
+    """For times in seconds the largest unit in which the step is at least 1."""
     sizes = [Unit("s", 1.0), Unit("ms", 1e-3), Unit("µs", 1e-6)]
-    return next((u for u in sizes if longest >= u.size), sizes[-1]) if seconds else Unit()
+    return next((u for u in sizes if walked.makespan >= u.size), sizes[-1])
 
 
 def timeline(walked: Walked, width: int = 100, *, coloured: bool = True, seconds: bool = False) -> Group:
     """The drawing with its legend and summary, at most `width` columns wide; `seconds`: the times are in seconds."""
-    unit = unit_of([walked], seconds)
+    unit = unit_of(walked) if seconds else Unit()
     drawn = drawing(walked, best_scale([walked], width), coloured, unit)
     return Group(*drawn, legend([walked], coloured, width), *summary(walked, unit))
 
@@ -145,14 +144,14 @@ def explained_timeline(walked: Walked, console: Console, seconds: bool = False) 
     return Group(timeline(walked, min(console.width, 200), coloured=coloured, seconds=seconds), rule)
 
 
-def show_pipelines(several: Sequence[Walked], console: Console, seconds: bool = False) -> None:
-    """Draw one timeline, or several at one scale with a table that compares them; `seconds`: the times are in seconds."""
+def show_pipelines(several: Sequence[Walked], console: Console) -> None:
+    """Draw one timeline, or several at one scale with a table that compares them."""
     coloured = console.color_system is not None and not console.no_color
     width = min(console.width, 200)
     if len(several) == 1:
-        console.print(explained_timeline(several[0], console, seconds))
+        console.print(explained_timeline(several[0], console))
         return
-    scale, unit = best_scale(several, width), unit_of(several, seconds)
+    scale, unit = best_scale(several, width), Unit()
     for walked in several:
         console.print(Group(*drawing(walked, scale, coloured, unit), ""))
     console.print(Group(legend(several, coloured, width), comparison(several, unit), Text(FOOTNOTE, "dim")))

@@ -11,12 +11,6 @@ COLLECTIVES, PIPELINES, LESSON, STEP, NUMBERS = (
     "step program",
     "calculator",
 )
-USED = {
-    COLLECTIVES: {"names", "compare", "algorithm", "ranks", "size", "cluster", "elements", "root", "segments", "node", "values", "html"},
-    PIPELINES: {"names", "compare", "stages", "microbatches", "virtual", "trace", "html"},
-    LESSON: set(),
-    STEP: {"names"},
-}  # fmt: skip
 EXAMPLES = {"ranks": 4, "segments": 4, "node": 2, "virtual": 2}  # offered in the place of 0
 INSTEAD = {
     (PIPELINES, "ranks"): "--stages",

@@ -14,8 +14,8 @@ from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
 from meshwright.programs.collectives.formulas import text as formula
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.view.show import collectives, numbers, pipelines
-from meshwright.view.show.options import COLLECTIVES, LESSON, NUMBERS, PIPELINES, USED, refuse_unused, unused
-from meshwright.view.show.options import STEP as STEP_PROGRAM
+from meshwright.view.show.collective_request import CollectiveRequest
+from meshwright.view.show.options import COLLECTIVES, LESSON, NUMBERS, PIPELINES, STEP, refuse_unused, unused
 from meshwright.view.tables import filled, heading, show, show_json
 
 LESSONS = {
@@ -26,10 +26,16 @@ LESSONS = {
 }
 # The options of a topic that another program may send, with their defaults; none names a file.
 OPTIONS: dict[str, Any] = {
-    "names": "", "compare": False, "algorithm": "", "ranks": 0, "size": "", "cluster": "", "elements": -1, "root": -1, "segments": 0, "node": 0,
-    "values": False, "stages": 4, "microbatches": 8, "virtual": 0,
+    **{name: default for name, default in CollectiveRequest._field_defaults.items() if name not in ("html", "as_json")},
+    "stages": 4, "microbatches": 8, "virtual": 0,
     **{name: default for options in numbers.OPTIONS.values() for name, default in options.items()},
 }  # fmt: skip
+USED = {
+    COLLECTIVES: {*CollectiveRequest._field_defaults} - {"as_json"},
+    PIPELINES: {"names", "compare", "stages", "microbatches", "virtual", "trace", "html"},
+    LESSON: set(),
+    STEP: {"names"},
+}
 TOPICS = ("step", *OPERATIONS, *SCHEDULES, *numbers.TOPICS, *LESSONS)
 USAGE = {
     "Collectives": "all-reduce --algorithm ring --ranks 4 [--values] [--html F] [--compare]",
@@ -39,7 +45,9 @@ USAGE = {
     "Lessons": "strategies",
 }
 LETTERS = "n: bytes of the full buffer, P = N·g ranks in N nodes, k segments, α latency, β = 1/bandwidth, γ time to add a byte\n"
-STEP = "every operation of one training step of a plan file; with --json the value that `verify` compares with a run\n"
+ABOUT_STEP = (
+    "every operation of one training step of a plan file; with --json the value that `verify` compares with a run\n"
+)
 MOST = 4096  # ranks, stages, micro-batches, elements or segments of one answer
 
 
@@ -59,7 +67,7 @@ def options_of(topic: str) -> set[str]:
 def kind_of(topic: str) -> str:
     """Return the kind of a topic; an unknown topic raises an error that suggests a similar one."""
     if topic == "step":
-        return STEP_PROGRAM
+        return STEP
     if topic in LESSONS:
         return LESSON
     if topic in numbers.TOPICS:
@@ -83,9 +91,9 @@ def data(topic: str, options: dict[str, Any]) -> Any:
         return all_topics()
     kind = kind_of(topic := topic.lower())
     values = {name: checked(name, value) for name, value in options.items()}
-    no_file = {"names"} if kind in (NUMBERS, STEP_PROGRAM) else set()  # plans are those of the page's views
+    no_file = {"names"} if kind in (NUMBERS, STEP) else set()  # plans are those of the page's views
     refuse_unused(topic, kind, values, options_of(topic) - no_file)
-    if kind == STEP_PROGRAM:
+    if kind == STEP:
         raise unused("step", "a request names no file")
     if kind == NUMBERS:
         return numbers.data(topic, values)
@@ -98,7 +106,7 @@ def data(topic: str, options: dict[str, Any]) -> Any:
         return pipelines.data([pipelines.walked_for(name, *sizes) for name in names])
     own = bool(values.get("values"))
     compare = bool(values.pop("compare", False) or (values.get("names") and not own))
-    return collectives.data(collectives.CollectiveRequest(topic, compare=compare, **values))
+    return collectives.data(CollectiveRequest(topic, compare=compare, **values))
 
 
 def checked(name: str, value: Any) -> Any:
@@ -145,7 +153,7 @@ def list_topics(as_json: bool = False) -> None:
     bodies: tuple[tuple[RenderableType, ...], ...] = (
         (collectives, Text(LETTERS, "dim")),
         (listed("schedule", {name: rule.about for name, rule in SCHEDULES.items()}),),
-        (Text(STEP, "dim"),),
+        (Text(ABOUT_STEP, "dim"),),
         (listed("calculator", numbers.TOPICS),),
         (listed("lesson", LESSONS),),
     )
