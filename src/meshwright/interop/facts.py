@@ -113,6 +113,7 @@ FACTS: dict[str, str] = {
     "fused_loss": "the loss is computed without full logits",
     "half_loss": "an unfused loss leaves the logits in 16 bits",
     "dynamic_length": "samples are padded to the longest of their batch",
+    "unbounded_length": "samples longer than the sequence are not cut",
     "adapters": "rank of low-rank adapters; only they are trained",
     "adapter_kind": "kind of adapters",
     "adapter_alpha": "the output of an adapter is multiplied by alpha / rank",

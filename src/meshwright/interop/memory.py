@@ -129,7 +129,7 @@ def _expert_values(model: Model) -> int:
 # recompute   selective recompute of named modules, and activations that are offloaded by module or by layer (`kept_share`)
 # replicas    Megatron's hybrid FSDP can shard the optimizer states over the groups with copies of the parameters as well
 # shards      DeepSpeed's ZeRO-3 has 16-bit shards, and keeps up to `stage3_max_live_parameters` gathered: 10⁹ if it is not set
-# loss        without a fused loss, a logit takes 12 bytes instead of 4: in 16 bits with its gradient, and both in fp32; 16 bytes where the
+# loss        without a fused loss, a logit takes 14 bytes instead of 4: in 16 bits, and log-softmax and two gradients in fp32; 16 bytes where the
 #             vocabulary is split over tensor-parallel ranks by DTensor, whose backward holds four fp32 tensors of that size
 # 8 bits      Transformer Engine keeps the inputs of fp8 products in 8 bits, and of fp4 products in 4: about half of what a layer saves
 # resharding  FSDP in a pipeline that frees weights after each forward holds those of two layers, not of the stage
@@ -139,7 +139,7 @@ def _expert_values(model: Model) -> int:
 
 EIGHT_BIT_STATES = 0.4  # of the bytes of optimizer states in fp32, where a master copy may stay
 FUSED_BYTES = 4.0  # of a logit at the peak of a fused loss
-UNFUSED_BYTES = 12.0  # of one that is not
+UNFUSED_BYTES = 14.0  # of one that is not: in 16 bits, and log-softmax, its gradient and that of the logits in fp32
 HALF_LOSS_BYTES = 8.0  # the same, where logits are not cast to fp32
 SPLIT_LOSS_BYTES = 16.0  # the same, with DTensor's loss over a split vocabulary
 # Bytes of saved activations over those in 16 bits, where half of them, the inputs of products, are kept in 8 bits, or in 4 with a scale per 16.
@@ -271,7 +271,8 @@ def fit(reading: SettingsReading) -> MemoryFit:
     """The memory of a reading against that of its hardware. Where none is stated: of the GPU on which the framework's own recipes are run; else
     it does not fit only if no GPU of the catalog has the memory."""
     entry, memory = catalog_cluster(reading.hardware), stated_memory(reading.hardware)
-    reading = replace(reading, shape=reading.shape.with_least_vocab())
+    if reading.facts.get("microbatch") or reading.facts.get("local_batch"):  # else too little is stated
+        reading = replace(reading, shape=reading.shape.with_least_vocab())
     if not (reading.shape.complete and "half" in reading.facts and reading.assembled.fit_is_known):
         return MemoryFit()
     if not (entry or memory) and (reading.hardware or not reading.framework.on_gpus):
@@ -291,7 +292,7 @@ def fit(reading: SettingsReading) -> MemoryFit:
     peak = sizes[0][1][0]
     most = USABLE_MEMORY if is_stated else BEYOND_DOUBT
     enough = next(((r, size) for r, (size, _) in sizes if size <= most * limit), None)
-    known = is_stated and not bounded and not reading.shape.partial
+    known = is_stated and not bounded and not reading.shape.partial and not reading.facts.get("unbounded_length")
     if enough is not None:
         notes = [] if is_stated else [_fitting_gpus(peak)]
         if enough[0] is not smallest:

@@ -33,6 +33,7 @@ ALIASES = {
     "deepseek-v3.1": "deepseek-v3", "deepseek-r1": "deepseek-v3", "nemotron4-340b": "nemotron-4-340b", "nemotron4-15b": "nemotron-4-15b",
     "kimi-k2.5": "kimi-k2", "nemotron-3-nano-30b-a3b": "nemotron-3-nano", "nemotron-3-super-120b-a12b": "nemotron-3-super",
     "nemotron-3-ultra-550b-a55b": "nemotron-3-ultra", "ai21-jamba-1.5-large": "jamba-1.5-large", "glm-4.6": "glm-4.5", "glm-4.7": "glm-4.5",
+    "minimax-m2.5": "minimax-m2", "minimax-m2.7": "minimax-m2", "c4ai-command-r7b-12-2024": "command-r7b", "qwen3.6-35b-a3b": "qwen3.5-35b-a3b",
 }  # fmt: skip
 HARDWARE = (
     (r"gb300", "gb300-nvl72"), (r"gb200", "gb200-nvl72"), (r"b300", "dgx-b300"), (r"b200", "dgx-b200"), (r"h200", "dgx-h200"),
@@ -162,7 +163,7 @@ class ShapeKeys:
     def with_least_vocab(self) -> "ShapeKeys":
         """The same with the smallest usual vocabulary where nothing else is missing: tokenizers state it, settings often do not. What is computed
         is then less than the truth."""
-        if self.missing != ["vocab"]:
+        if self.missing != ["vocab"] or self.partial:
             return self
         return replace(self, model=self.model.but(vocab=LEAST_VOCAB), complete=True, partial=True)
 

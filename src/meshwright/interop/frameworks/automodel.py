@@ -118,6 +118,7 @@ TABLE = Table(
         Key("optimizer.master_weights", "master", words=SWITCH, read_only=True),
         Key("optimizer.exp_avg_dtype", "state_dtype", words={"torch.float32": "fp32", "torch.bfloat16": "bf16"}, default="fp32"),
         Key(D + "offload_policy", "offload_states", match=((".", True),)),
+        Key("dataset.truncation", "unbounded_length", words={False: True}, match=((".", None),), read_only=True),
         Key("dataset.padding", "dynamic_length", words={"do_not_pad": True}, match=((".", None),), read_only=True),
         Key("loss_fn.fp32_upcast", "half_loss", words={True: False, False: True}, read_only=True),
         Key("loss_fn._target_", "fused_loss", match=(("linear_ce|fused", True), (".", False))),
