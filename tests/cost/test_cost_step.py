@@ -1,7 +1,5 @@
 """The step: sums of its parts, bounds of overlap and host time, pipelines compared with walked schedules, traffic, and monotonicity."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -365,8 +363,6 @@ def test_estimate_compares_with_the_targets():
     piped = estimate(Config(model, DGX.with_gpus(8), Plan(pp=8, recompute="full"), work, Stack()))
     bubble = next(v for v in piped.verdicts if v.name == "bubble fraction")
     assert bubble.value == piped.bubble_fraction == piped.walked.walk.bubble_fraction > 0
-    assert [x.tp for x in result.inference] == [1, 2, 4, 8]
-    assert all(a.seconds > b.seconds for a, b in pairwise(result.inference))
     assert result.as_dict()["step_time_s"] == result.prediction.step_time_s
 
 

@@ -1,4 +1,4 @@
-"""The result of `meshwright estimate` for one configuration: prediction, verdicts against targets, roofline, inference latency.
+"""The result of `meshwright estimate` for one configuration: prediction, verdicts against targets, roofline.
 
 Targets: MFU above 40% is good and above 50% excellent; the bubble is below 10% of the schedule; at least 80% of communication is hidden; exposed
 communication is below 20% of the step.
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.cost import advice
 from meshwright.cost.collective import CollectiveTimes
 from meshwright.cost.roofline import Position, position
 from meshwright.cost.step import Message, StepCost, messages, step_calls, step_cost
@@ -19,7 +18,6 @@ from meshwright.cost.walked import WalkedStep, walk_step
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config, Configured, is_typical, with_own_stack
-from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan, in_framework
 from meshwright.describe.result import COMMUNICATION, USABLE_MEMORY, Prediction
 from meshwright.describe.shown import Shown
@@ -38,14 +36,6 @@ class Verdict:
     value: float
     target: str
     good: bool
-
-
-@dataclass(frozen=True)
-class Latency:
-    """Seconds per generated token at batch 1 for one tensor-parallel degree."""
-
-    tp: int
-    seconds: float
 
 
 class CriticalBatch(NamedTuple):
@@ -88,7 +78,6 @@ class Estimate(Shown, Configured):
     cost: StepCost
     prediction: Prediction
     levels: dict[str, str]
-    inference: tuple[Latency, ...]
 
     @property
     def plan(self) -> Plan:
@@ -168,7 +157,6 @@ class Estimate(Shown, Configured):
                 "advice": list(roof.advice),
                 "ceilings": [c.as_dict() for c in roof.ceilings],
             },
-            "inference_latency_s": {f"tp={x.tp}": x.seconds for x in self.inference},
         }
 
 
@@ -200,8 +188,7 @@ def estimate(config: Config) -> Estimate:
     """Check, lower and cost one configuration; verdicts, roofline, walk and critical batch are computed on first access."""
     asked, config, program = lowered(config)
     cost = step_cost(program, config.cluster)
-    shown = axis_levels(program, config.cluster), inference(config.model, config.cluster)
-    return Estimate(config, asked, program, cost, prediction(cost, config), *shown)
+    return Estimate(config, asked, program, cost, prediction(cost, config), axis_levels(program, config.cluster))
 
 
 def lowered(config: Config) -> tuple[Plan, Config, StepProgram]:
@@ -268,16 +255,6 @@ def level_bytes(e: Estimate) -> list[float]:
     if sends:
         out[network.level("pp")] += sends
     return out
-
-
-def inference(model: Model, cluster: Cluster) -> tuple[Latency, ...]:
-    """Seconds per generated token for each tensor-parallel degree within a node."""
-    if model.kind != "transformer":
-        return ()
-    link, rate = cluster.levels[0].link, cluster.accelerator.memory_bandwidth
-    sizes = model.active, model.layers, model.hidden
-    degrees = [tp for tp in (1, 2, 4, 8) if tp <= cluster.node_size and model.heads % tp == 0]
-    return tuple(Latency(tp, advice.inference_latency(*sizes, tp, rate, link.alpha, link.beta)) for tp in degrees)
 
 
 # --- The critical batch: the smallest batch at which data-parallel communication is hidden, except the part that can never overlap.

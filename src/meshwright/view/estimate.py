@@ -180,11 +180,6 @@ def notes(e: Estimate) -> Group:
     if e.workload.precision in FP8:
         rows.append((f"{e.workload.precision} traffic", fp8_traffic(e)))
     rows.append(("critical batch", e.critical_batch.reason))
-    if len(e.inference) > 1:
-        first, last = e.inference[0], e.inference[-1]
-        one, many = f"{format_seconds(first.seconds)} on one GPU", f"{format_seconds(last.seconds)} with tp={last.tp}"
-        faster = f"{first.seconds / last.seconds:.1f}× faster; a pipeline does not reduce latency"
-        rows.append(("inference", f"one token at batch 1 takes {one} and {many}: {faster}"))
     rows += [("MFU over", (p.mfu_denominator, "dim")), ("constants", (p.calibrated, "dim"))]
     assumed = (Text(f"assumed: {item}", style="dim") for item in p.assumed)
     return Group(*(Text.assemble((f"{name} ", "dim"), words) for name, words in rows), *assumed)

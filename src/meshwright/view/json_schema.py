@@ -57,7 +57,6 @@ SHAPES = {
         "critical_batch": "number?",
         "critical_batch_reason": "string",
         "roofline": {"level": "string", "regime": "string"},
-        "inference_latency_s": "object",
     },
     "decode": {
         "version": "integer",
