@@ -61,6 +61,8 @@ BROKEN = {
     "zero": ("fsdp2", {"MW-WATCH-010"}),
 }
 ALL = {f"MW-WATCH-{number:03d}" for number in range(1, 11)}
+LATER = ("broadcast", "rate", "states", "zero")  # whose codes the others show every day
+DAILY = [bug for bug in BROKEN if bug not in LATER]
 
 
 HEALTHY = ("ddp", "tp", "fsdp2", "fsdp1")
@@ -68,9 +70,9 @@ HEALTHY = ("ddp", "tp", "fsdp2", "fsdp1")
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reports of all trainings on two ranks."""
+    """The reports of the daily trainings on two ranks."""
     folder = tmp_path_factory.mktemp("watched")
-    cases = [(layout, "") for layout in HEALTHY] + [(layout, bug) for bug, (layout, _) in BROKEN.items()]
+    cases = [(layout, "") for layout in HEALTHY] + [(BROKEN[bug][0], bug) for bug in DAILY]
     losses = ranks.run(2, watched, folder, cases, backend="gloo")
     (folder / "losses.json").write_text(json.dumps([rank[0] for rank in losses]))
     return folder
@@ -95,15 +97,26 @@ def test_a_healthy_run_on_two_axes_breaks_nothing(tmp_path: Path) -> None:
     assert {"dropout on tensor-parallel ranks", "samples of data-parallel ranks"} <= set(about["held"])
 
 
-@pytest.mark.parametrize("bug", BROKEN)
-def test_a_broken_invariant_is_named(out: Path, bug: str) -> None:
+def is_named(out: Path, bug: str) -> None:
     layout, codes = BROKEN[bug]
     about = report(out, layout, bug)
     assert {violation["code"] for violation in about["violations"]} == codes, about["violations"]
 
 
+@pytest.mark.parametrize("bug", DAILY)
+def test_a_broken_invariant_is_named(out: Path, bug: str) -> None:
+    is_named(out, bug)
+
+
+@pytest.mark.slow
+def test_further_broken_invariants_are_named(tmp_path: Path) -> None:
+    ranks.run(2, watched, tmp_path, [(BROKEN[bug][0], bug) for bug in LATER], backend="gloo")
+    for bug in LATER:
+        is_named(tmp_path, bug)
+
+
 def test_every_invariant_has_a_broken_run() -> None:
-    assert set().union(*(codes for _, codes in BROKEN.values())) == ALL
+    assert set().union(*(BROKEN[bug][1] for bug in DAILY)) == ALL
 
 
 def test_the_training_is_the_same_to_the_last_bit(out: Path) -> None:
