@@ -13,8 +13,9 @@ from meshwright import api
 from meshwright.cli.show import command
 from meshwright.describe.layout import Layout
 from meshwright.errors import MeshwrightError
-from meshwright.view.page import modeler, overlap, ranks, roofline, zero
+from meshwright.view.page import modeler, ranks, roofline
 from meshwright.view.page.subject import Subject
+from meshwright.view.show import overlap, zero
 from meshwright.view.show.numbers import EXAMPLES, OPTIONS, TOPICS
 from meshwright.view.show.topics import data
 

@@ -23,6 +23,7 @@ from meshwright.view.page.registry import SEARCH, VIEWS
 from meshwright.view.page.shapes import SHAPES
 from meshwright.view.page.subject import COMMON_LEADERS, Shared, Subject
 from meshwright.view.plan import show
+from meshwright.view.show import zero
 from ranks import soak
 
 PLANS = {
@@ -257,7 +258,7 @@ def test_groups_of_the_grid_are_those_of_the_layout(subjects):
 
 
 def test_zero_corrects_the_figure_of_seven_billion_parameters(subjects):
-    found = VIEWS["zero"].data(subjects["dense"])
+    found = zero.data(subjects["dense"])
     assert [row["right_gb"] for row in found["seed"]] == [112, 38.5, 26.25, 14]
     now = next(row for row in found["plan"] if row["now"])
     assert now["name"] == "ZeRO-1"

@@ -38,7 +38,7 @@ def visit(page: Any, name: str) -> None:
 
 def test_figures_say_what_python_says(server: str, open_page: Open, subject: Subject) -> None:
     page = open_page(f"{server}/{fragment(view='ranks', **STATE)}")
-    for name in ("ranks", "timeline", "roofline", "goodput", "zero", "batch", "heatmap"):
+    for name in ("ranks", "timeline", "roofline", "goodput", "batch", "heatmap"):
         visit(page, name)
         assert VIEWS[name].data(subject)["note"] in page.locator("#view").inner_text(), name
 

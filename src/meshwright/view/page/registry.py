@@ -36,13 +36,13 @@ TITLES = {
     "waterfall": "Where the step's time goes", "timeline": "Pipeline timeline",
     "roofline": "Communication roofline", "ranks": "Grid of ranks", "goodput": "Goodput", "heatmap": "tp × pp heat map",
     "pareto": "Time against memory", "scaling": "Scaling", "batch": "Efficiency against batch", "sensitivity": "Sensitivity",
-    "published": "Published runs", "collectives": "Collectives", "strategies": "Strategies", "zero": "ZeRO and the memory wall",
-    "overlap": "Buckets and prefetching", "learn": "Course", "modeler": "Bandwidth and efficiency modeler",
+    "published": "Published runs", "collectives": "Collectives", "strategies": "Strategies",
+    "learn": "Course", "modeler": "Bandwidth and efficiency modeler",
 }  # fmt: skip
 FOLLOW_FROM_THE_ESTIMATE = (
     "verdict", "memory", "waterfall", "roofline", "ranks", "goodput", "strategies", "modeler",
 )  # fmt: skip
-WITHOUT_A_SEARCH = ("advice", "published", "zero", "overlap", "learn")
+WITHOUT_A_SEARCH = ("advice", "published", "learn")
 KINDS = dict.fromkeys(FOLLOW_FROM_THE_ESTIMATE, CHEAP) | dict.fromkeys(WITHOUT_A_SEARCH, SLOW)
 VIEWS: dict[str, View] = {
     name: View(name, title, f"meshwright.view.page.{name}", KINDS.get(name, SEARCH)) for name, title in TITLES.items()

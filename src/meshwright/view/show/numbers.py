@@ -26,8 +26,9 @@ from meshwright.units import (
     parse_bytes,
     parse_seconds,
 )
-from meshwright.view.page import modeler, overlap, ranks, roofline, zero
+from meshwright.view.page import modeler, ranks, roofline
 from meshwright.view.page.subject import Subject
+from meshwright.view.show import overlap, zero
 from meshwright.view.show.options import unused
 
 TOPICS = {

@@ -3,10 +3,10 @@
 from meshwright import formulas
 from meshwright.cost.overlap import BackwardLayer, bucket_timeline, prefetch_timeline
 from meshwright.units import Json, format_decimal_bytes, format_seconds
-from meshwright.view.page import zero as stages
 from meshwright.view.page.course.drawing import Control, Figure, Values, bars, lines, registered, stat
-from meshwright.view.page.overlap import pair
 from meshwright.view.page.subject import Subject
+from meshwright.view.show import zero as stages
+from meshwright.view.show.overlap import pair
 
 FIGURES: dict[str, Figure] = {}
 figure = registered(FIGURES)

@@ -9,9 +9,9 @@ from meshwright.programs.pipelines.walk import held_changes
 from meshwright.units import Json, format_decimal_bytes, format_seconds
 from meshwright.view.page.course.copies import ACHIEVED
 from meshwright.view.page.course.drawing import Control, Figure, Values, bars, lines, registered, sentence, stat
-from meshwright.view.page.overlap import pair
 from meshwright.view.page.subject import Subject
 from meshwright.view.show import matrices as products
+from meshwright.view.show.overlap import pair
 from meshwright.view.show.pipelines import walked_for
 
 FIGURES: dict[str, Figure] = {}

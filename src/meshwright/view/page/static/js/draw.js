@@ -3,7 +3,7 @@
 //   const chart = figure(element, { height: 220, left: 60, label: "Memory: 61.5 of 79 GiB" });
 //   const x = linear([0, 79], [0, chart.width]);
 //   axis(chart, x, "bottom", { label: "GiB per GPU" });
-//   bars(chart, rows, { x, y: band(rows.map((r) => r.label), [0, chart.height]) });
+//   stacked(chart, rows, { x, y: band(rows.map((r) => r.label), [0, chart.height]) });
 //
 // Text enters only through text nodes. Colours are names of CSS variables ("compute" → var(--compute)) or any CSS colour.
 
@@ -178,18 +178,6 @@ function activateIn(chart, node, action, name) {
 export function threshold(chart, at, words, { flat = false, colour = "bad" } = {}) {
   chart.plot.append(svg("line", { ...(flat ? { x1: 0, x2: chart.width, y1: at, y2: at } : { x1: at, x2: at, y1: -4, y2: chart.height }), stroke: colour, "stroke-width": 2, "stroke-dasharray": "5 4" }));
   label(chart, words, flat ? chart.width : Math.max(at, 110) - 4, flat ? at - 5 : -2, { anchor: "end", size: 11, colour, halo: true });
-}
-
-/** Bars: rows [{ label, value, start = 0, colour, pattern, formula, text }] on scales { x, y }; horizontal if y is the band. */
-export function bars(chart, rows, { x, y, focus = true } = {}) {
-  const flat = y.kind === "band";
-  for (const row of rows) {
-    const from = row.start ?? 0, options = { fill: row.colour ?? "compute", pattern: row.pattern, formula: row.formula, focus };
-    if (flat) rect(chart, Math.min(x(from), x(from + row.value)), y(row.label), Math.abs(x(from + row.value) - x(from)), y.width, options);
-    else rect(chart, x(row.label), Math.min(y(from), y(from + row.value)), x.width, Math.abs(y(from) - y(from + row.value)), options);
-    if (row.text && flat) label(chart, row.text, x(from + Math.max(0, row.value)) + 6, y(row.label) + y.width / 2, { middle: true, size: 11, halo: true });
-    else if (row.text) label(chart, row.text, x(row.label) + x.width / 2, y(from + Math.max(0, row.value)) - 5, { anchor: "middle", size: 11, halo: true });
-  }
 }
 
 /** Stacked bars: rows [{ label, start = 0, parts: [{ name, value, colour, pattern, formula }] }] on scales { x, y }, of which y is the band. */

@@ -1,9 +1,9 @@
 // The figures of the course: controls above, the numbers, and a drawing that follows them. The drawings are those of the views.
 
+import { inSeconds } from "meshwright/bars.js";
 import { curves } from "meshwright/curves.js";
 import { axis, band, choice, clear, figure, format, h, keepFocus, label, legend, linear, log, rect, slider, stacked, stat, svg, threshold } from "meshwright/draw.js";
 import { refusal } from "meshwright/notice.js";
-import { ways } from "meshwright/views/overlap.js";
 import { schedule } from "meshwright/views/modeler.js";
 import { view as ranks } from "meshwright/views/ranks.js";
 import { family, player, sizes } from "meshwright/views/collectives.js";
@@ -79,6 +79,28 @@ function bars(element, d) {
   rows.forEach((r, i) => r.text && label(c, r.text, x(ends[i]) + 6, y(r.label) + y.width / 2, { middle: true, size: 11, halo: true }));
   const parts = new Map(rows.flatMap((r) => r.parts.map((p) => [p.name, p])));
   if (parts.size > 1) element.append(legend([...parts.values()].map((p) => ({ label: p.name, colour: p.colour, pattern: p.pattern }))));
+}
+
+/** Compute and messages of several ways under each other. */
+function ways(element, d, top, compute, comm) {
+  const rows = d.ways.flatMap((w) => [`${w.name}:title`, `${w.name}:compute`, `${w.name}:communication`]);
+  const c = figure(element, { height: 250, left: 12, right: 12, top: 4, bottom: 42, label: d.formula });
+  const x = linear([0, top * 1.03], [0, c.width]), y = band(rows, [0, c.height], { gap: 0.12 });
+  axis(c, x, "bottom", inSeconds("time", top));
+  d.ways.forEach((way, k) => {
+    const first = y(`${way.name}:compute`);
+    label(c, `${way.name}: ${format.seconds(way.end_s)}${k ? `, ${format.percent(d.saved, 0)} less` : ""}`, 0, first - 6, { size: 11, weight: 600, halo: true });
+    let busy = -1;
+    for (const span of way.spans) {
+      const width = x(span.seconds) - x(0), at = y(`${way.name}:${span.stream}`);
+      if (width < 0.4 && x(span.start) < busy + 0.4) continue;
+      busy = x(span.start) + width;
+      rect(c, x(span.start), at, Math.max(0.5, width - 0.8), y.width, { fill: span.stream === "compute" ? compute : comm, pattern: span.stream === "compute" ? null : "hatch", focus: false, formula: `${span.name}: ${format.seconds(span.start)} to ${format.seconds(span.start + span.seconds)}\n${d.formula}` });
+      if (width > 46) label(c, span.name, x(span.start) + width / 2, at + y.width / 2, { anchor: "middle", middle: true, size: 10, colour: span.stream === "compute" ? "surface" : "ink" }).style.pointerEvents = "none";
+    }
+    const end = x(way.end_s);
+    c.plot.append(svg("line", { x1: end, x2: end, y1: first, y2: first + 2 * y.step - 4, stroke: "bad", "stroke-width": 1.6 }));
+  });
 }
 
 /** Compute above, messages below, for each way. */

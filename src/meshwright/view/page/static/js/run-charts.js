@@ -1,8 +1,8 @@
 // The figures of training runs: curves with a linked pointer, predicted against measured by part, a measured step above the simulated one, and what
 // happened when. A run has one colour in all of them.
 
-import { inSeconds } from "meshwright/bars.js";
-import { area, axis, band, bars, figure, format, formula, h, hide, label, legend, line, linear, log, panel, scatter, show, svg, table } from "meshwright/draw.js";
+import { bars } from "meshwright/bars.js";
+import { area, axis, band, figure, format, formula, h, hide, legend, line, linear, log, panel, scatter, show, stacked, svg, table } from "meshwright/draw.js";
 import { firstAfter, laneOf, lanes } from "meshwright/lanes.js";
 import * as part from "meshwright/parts.js";
 
@@ -140,14 +140,8 @@ export function parts(element, runs) {
   element.append(box);
   const of = (c, name) => [c.exposed_s[name] ?? 0, c.predicted_exposed_s[name] ?? 0], all = runs.map(({ run }) => run.parts.communication);
   const names = [...new Set(all.flatMap((c) => [...Object.keys(c.exposed_s), ...Object.keys(c.predicted_exposed_s)]))].filter((name) => all.some((c) => of(c, name).some(Boolean)));
-  const rows = names.flatMap((name) => runs.flatMap(({ run, colour }) => of(run.parts.communication, name).map((value, predicted) => ({ label: `${name} ${run.name} ${predicted}`, name, value, colour, pattern: predicted ? "hatch" : null, text: value ? format.seconds(value) : "", formula: `${part.NAMES[name] ?? name}, ${predicted ? "predicted" : "measured"}${runs.length > 1 ? ` in ${run.name}` : ""}: ${format.seconds(value)}` }))));
-  const small = element.clientWidth < 480, chart = figure(box, { height: 46 + 16 * rows.length + 6 * names.length, left: small ? 96 : 130, right: 70, bottom: 38, label: rows.map((r) => r.formula).join("; ") });
-  const most = Math.max(...rows.map((r) => r.value)), groups = band(names, [0, chart.height], { gap: 0.12 });
-  const x = linear([0, most], [0, chart.width]), tall = groups.width / (2 * runs.length);
-  axis(chart, x, "bottom", { ...inSeconds("", most), ticks: small ? 3 : 6 });
-  names.forEach((name) => label(chart, part.NAMES[name] ?? name, -8, groups(name) + groups.width / 2, { anchor: "end", middle: true, size: 11, colour: "quiet" }));
-  const y = Object.assign((key) => groups(rows.find((r) => r.label === key).name) + tall * (rows.findIndex((r) => r.label === key) % (2 * runs.length)), { kind: "band", width: tall * 0.86 });
-  bars(chart, rows, { x, y, focus: false });
+  const rows = names.flatMap((name) => runs.flatMap(({ run, colour }, k) => of(run.parts.communication, name).map((value, predicted) => ({ label: k || predicted ? "" : part.NAMES[name] ?? name, text: value ? format.seconds(value) : "", parts: [{ value, colour, pattern: predicted ? "hatch" : null, formula: `${part.NAMES[name] ?? name}, ${predicted ? "predicted" : "measured"}${runs.length > 1 ? ` in ${run.name}` : ""}: ${format.seconds(value)}` }] }))));
+  bars(box, rows, { left: element.clientWidth < 480 ? 96 : 130, tall: 18, focus: false, x: { seconds: "" }, label: rows.map((r) => r.parts[0].formula).join("; ") });
   box.append(legend(runs.flatMap(({ run, colour }) => [{ label: runs.length > 1 ? `${run.name}, measured` : "measured", colour }, { label: "predicted", colour, pattern: "hatch" }])));
 }
 
@@ -188,7 +182,7 @@ export function history(element, runs) {
   axis(chart, y, "left", { format: (name) => (small && name.length > 8 ? `${name.slice(0, 7)}…` : name) });
   for (const one of all) {
     const top = y(one.run.name);
-    bars(chart, one.run.about.attempts.map((attempt, i) => ({ label: one.run.name, start: attempt.start - begun(one), value: Math.max(0, end(one, attempt) - attempt.start), colour: one.colour, formula: `Attempt ${i + 1}: ${attempt.world ?? "?"} ranks, from step ${format.whole(attempt.resumed_from ?? 0)}\n${attempt.cause || "no fault"}` })), { x, y: Object.assign(() => top + y.width * 0.3, { kind: "band", width: y.width * 0.4 }) });
+    stacked(chart, one.run.about.attempts.map((attempt, i) => ({ label: one.run.name, start: attempt.start - begun(one), parts: [{ value: end(one, attempt) - attempt.start, colour: one.colour, formula: `Attempt ${i + 1}: ${attempt.world ?? "?"} ranks, from step ${format.whole(attempt.resumed_from ?? 0)}\n${attempt.cause || "no fault"}` }] })), { x, y: Object.assign(() => top + y.width * 0.3, { kind: "band", width: y.width * 0.4 }) });
     scatter(chart, one.run.events.filter((e) => HAPPENED[e.kind]).map((e) => ({ x: e.time - begun(one), y: one.run.name, colour: HAPPENED[e.kind][0], shape: { good: "circle", accent: "square", bad: "cross" }[HAPPENED[e.kind][0]] ?? "triangle", formula: `${e.text}\nstep ${format.whole(e.step)}` })), { x, y: () => top + y.width * 0.5, radius: 5, focus: false });
   }
   const kinds = [...new Set(all.flatMap(({ run }) => run.events.map((e) => e.kind).filter((kind) => HAPPENED[kind])))];

@@ -4,7 +4,7 @@ import * as source from "meshwright/source.js";
 
 const NAMES = [
   "overview", "memory", "waterfall", "timeline", "roofline", "ranks", "goodput", "leaders", "heatmap", "pareto", "scaling", "batch", "sensitivity", "published",
-  "learn", "modeler", "collectives", "strategies", "zero", "overlap", "runs", "traced", "checked", ...(source.live ? [] : ["sheet"]), // only in written files
+  "learn", "modeler", "collectives", "strategies", "runs", "traced", "checked", ...(source.live ? [] : ["sheet"]), // only in written files
 ];
 
 export const VIEWS = (await Promise.all(NAMES.map((name) => import(`meshwright/views/${name}.js`)))).flatMap(({ view, views }) => views ?? view);
