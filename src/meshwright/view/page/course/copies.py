@@ -69,7 +69,8 @@ def buckets(subject: Subject, v: Values) -> Json:
 
     layers = [BackwardLayer(f"layer {LAYERS - 1 - k}", v["backward"], v["layer"]) for k in range(LAYERS)]
     ways = [bucket_timeline(layers, v["bucket"], time_of, behind) for behind in (False, True)]
-    found = pair(ways, ("reduce after backward", "buckets behind backward"), "")
+    one = f"a layer's backward takes {format_seconds(v['backward'])}, a bucket {format_seconds(time_of(v['bucket']))}"
+    found = pair(ways, ("reduce after backward", "buckets behind backward"), one)
     exposed = found["ways"][1]["end_s"] - found["compute_s"]
     return {
         "draw": "spans",
@@ -122,7 +123,8 @@ def prefetch(subject: Subject, v: Values) -> Json:
     gather = formulas.bytes_sent("all-gather", v["weights"], 64) / v["bandwidth"]
     names = [f"layer {k}" for k in range(LAYERS)]
     ways = [prefetch_timeline(names, v["compute"], gather, ahead) for ahead in (False, True)]
-    found = pair(ways, ("gather, then compute", "prefetch the next layer"), "")
+    one = f"a layer's forward takes {format_seconds(v['compute'])}, gathering its weights {format_seconds(gather)}"
+    found = pair(ways, ("gather, then compute", "prefetch the next layer"), one)
     return {
         "draw": "spans",
         "data": found

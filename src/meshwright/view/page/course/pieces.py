@@ -4,6 +4,7 @@ import numpy as np
 
 from meshwright import formulas
 from meshwright.cost.overlap import prefetch_timeline
+from meshwright.describe.shape_parts import RouterOptions
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.programs.pipelines.walk import held_changes
 from meshwright.units import Json, format_decimal_bytes, format_seconds
@@ -211,7 +212,8 @@ def ring_attention(subject: Subject, v: Values) -> Json:
         )  # the first block is the rank's own: nothing is sent for it
         return [s._replace(start=s.start - send) for s in spans if s.stream == "compute" or s.name != "block 0"]
 
-    found = pair([timeline(False), timeline(True)], ("receive, then compute", "double buffering"), "")  # type: ignore[list-item]
+    one = f"attention of a block takes {format_seconds(compute)}, sending K and V {format_seconds(send)}"
+    found = pair([timeline(False), timeline(True)], ("receive, then compute", "double buffering"), one)  # type: ignore[list-item]
     size = formulas.ring_attention_buffer(v["seq"], v["ranks"], v["kv"] * HEAD)
     return {
         "draw": "spans",
@@ -286,13 +288,14 @@ def experts(subject: Subject, v: Values) -> Json:
         for i in range(min(e, 16))
     ]  # fmt: skip
     sent = formulas.bytes_sent("all-to-all", tokens * k * hidden * 2, e)
-    busiest = float(kept.max() / mean)
+    router = RouterOptions(capacity=v["capacity"])
+    busiest = float(router.busiest(1.0, load.tolist(), e)[0])
     return bars(
         rows, {"label": "token copies in one layer", "unit": "whole"}, limit={"at": mean, "words": f"even: {mean:,.0f}"}
     ) | {
         "stats": [
             stat("Busiest expert", f"{busiest:.2f} ×", "the mean: the layer waits for it"),
-            stat("Dropped", f"{1 - kept.sum() / load.sum():.1%}", "of the token copies"),
+            stat("Dropped", f"{router.dropped(load.tolist()):.1%}", "of the token copies"),
             stat("One all-to-all", format_decimal_bytes(sent), "sent by a GPU; four in a layer and step"),
         ],
         "note": f"{tokens:,} tokens of width {hidden:,} from every GPU. Expert i is chosen in proportion to (i+1)^−skew.",

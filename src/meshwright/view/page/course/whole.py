@@ -1,5 +1,7 @@
 """Figures of the fifth part: combined axes, topology, failures, scaling laws, published runs."""
 
+import math
+
 from meshwright import formulas
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
@@ -106,7 +108,7 @@ def failure(subject: Subject, v: Values) -> Json:
 
 @figure(
     "loss",
-    Control("flops", "FLOPs of the training", 1e22, tuple(10.0**k for k in range(19, 27)), "flops"),
+    Control("flops", "FLOPs of the training", 1e22, tuple(10.0**k for k in range(19, 27)), "power"),
     Control("fit", "Fit", "besiroglu", ("besiroglu", "hoffmann"), kind="choice"),
 )
 def loss(subject: Subject, v: Values) -> Json:
@@ -117,7 +119,12 @@ def loss(subject: Subject, v: Values) -> Json:
         sizes = [best.parameters * 10 ** (k / 8) for k in range(-12, 13)]
         points = [[n, formulas.chinchilla_loss(n, best.flops / 6 / n, v["fit"])] for n in sizes]
         series.append(
-            {"name": f"{best.flops:.0e} FLOPs", "points": points, "dash": dash, "width": 3 if factor == 1 else 2}
+            {
+                "name": f"{power_of_ten(best.flops)} FLOPs",
+                "points": points,
+                "dash": dash,
+                "width": 3 if factor == 1 else 2,
+            }
         )
     best = formulas.compute_optimal(v["flops"], v["fit"])
     words = f"{format_count(best.parameters)} parameters, {format_count(best.tokens)} tokens: loss {best.loss:.3f}"
@@ -135,6 +142,11 @@ def loss(subject: Subject, v: Values) -> Json:
         ],
         "note": f"Fit: {best.source}.",
     }  # fmt: skip
+
+
+def power_of_ten(value: float) -> str:
+    """1e22 as 10²²."""
+    return "10" + str(round(math.log10(value))).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 @figure("runs")

@@ -312,7 +312,7 @@ export function slider(name, { min = 0, max = 100, step = 1, value, values = nul
   const position = stops ? Math.max(0, stops.findIndex((v) => v >= value)) : value;
   const output = h("output", null, text(value));
   const at = (input) => (stops ? stops[Number(input.value)] : Number(input.value));
-  const input = h("input", { type: "range", min: stops ? 0 : min, max: stops ? stops.length - 1 : max, step: stops ? 1 : step, value: position, "aria-valuetext": text(value), oninput: () => {
+  const input = h("input", { type: "range", "aria-label": name, min: stops ? 0 : min, max: stops ? stops.length - 1 : max, step: stops ? 1 : step, value: position, "aria-valuetext": text(value), oninput: () => {
     output.textContent = text(at(input));
     input.setAttribute("aria-valuetext", text(at(input)));
     oninput(at(input));

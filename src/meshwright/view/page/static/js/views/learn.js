@@ -8,8 +8,7 @@ import * as state from "meshwright/state.js";
 
 const STORED = "meshwright-course";
 const texts = new Map(); // chapters that were read, by key
-let built = null; // the chapter on the page: { key, width, node }
-let asked = ""; // the chapter that was asked for last
+let built = null; // the chapter on the page, or on its way: { key, width, node }
 
 export const view = {
   name: "learn",
@@ -27,20 +26,16 @@ export const view = {
       document.getElementById("view").scrollIntoView({ block: "start" });
     };
     if (built && (built.key === key || !key) && Math.abs(built.width - width) < 2) return element.append(built.node);
-    const node = h("div", { class: "course" });
-    element.append(node);
+    const now = (built = { key, width, node: h("div", { class: "course" }, h("p", { class: "empty" }, "Loading the chapter …")) });
+    element.append(now.node);
     const show = (data) => {
-      built = { key: data.chapter.key, width, node };
-      remember({ last: data.chapter.key });
-      node.replaceChildren(...page(data, go));
-    };
-    if (texts.has(key)) return show(texts.get(key));
-    asked = key;
-    node.append(h("p", { class: "empty" }, "Loading the chapter …"));
-    ask(key ? { chapter: key } : {}).then((data) => {
       texts.set(key, data).set(data.chapter.key, data);
-      if (asked === key) show(data);
-    }, (error) => node.replaceChildren(refusal(error.error ?? { what: String(error) })));
+      now.key = data.chapter.key;
+      remember({ last: now.key });
+      if (built === now) now.node.replaceChildren(...page(data, go));
+    };
+    if (texts.has(key)) show(texts.get(key));
+    else ask(key ? { chapter: key } : {}).then(show, (error) => { now.key = null; now.node.replaceChildren(refusal(error.error ?? { what: String(error) })); });
   },
 };
 
