@@ -232,9 +232,7 @@ def test_pictures_of_the_site_are_those_of_the_page(server: str, open_page: Open
                 "aria-label"
             )
             picture = (PICTURES / f"{block['name']}.svg").read_text("utf-8")
-            assert f'aria-label="{name}"' in html.unescape(picture), (
-                f"make pictures ({block['name']})"
-            )
+            assert f'aria-label="{name}"' in html.unescape(picture), f"make pictures ({block['name']})"
 
 
 def test_a_slider_moves_a_figure(server: str, open_page: Open) -> None:
