@@ -5,7 +5,7 @@
 A pair is found if the wrong version is flagged for its reason (illegal, does not fit, slow) and the corrected one is not. The pairs are split by a
 hash of the mistake's number: rules were written while looking at the first half (`build`), the second (`held`) only counts. `recipe_threads.jsonl`
 has further mistakes, from public threads (`threads`): written down with the error message before the first run on them; `second` ones were
-added after the misses of the first had been mended, and nothing was mended for them.
+added after the misses of the first had been mended, and nothing was mended for them; `third` ones were written down before a first run, too.
 """
 
 from __future__ import annotations
