@@ -55,20 +55,10 @@ WORDS: dict[str, tuple[str, ...]] = {
     "lm_head": ("head.project",), "embed_out": ("head.project",), "router": ("moe.router",),
     "input_layernorm": ("attention_norm",), "post_attention_layernorm": ("ffn_norm",),
 }  # fmt: skip
-DEFAULT = (
-    "q_proj",
-    "v_proj",
-    "q_b_proj",
-    "kv_b_proj",
-)  # PEFT's of most families; the last two in latent attention, which PEFT has no default for
-ADAPTABLE = (
-    "attention.",
-    "ffn.",
-    "moe.experts.",
-    "moe.shared.",
-    "linear.in",
-    "linear.out",
-)  # modules that may have an adapter
+# PEFT's targets in most families; the last two are those of latent attention, for which PEFT has no default.
+DEFAULT = ("q_proj", "v_proj", "q_b_proj", "kv_b_proj")
+# Modules that may have an adapter.
+ADAPTABLE = ("attention.", "ffn.", "moe.experts.", "moe.shared.", "linear.in", "linear.out")
 NOT_ADAPTABLE = ("attention.index_", "attention.compress_")
 MIXERS = ("attention", "linear")
 

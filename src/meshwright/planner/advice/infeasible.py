@@ -144,8 +144,11 @@ def none_fits(space: Space, outcome: SearchOutcome, headroom: float) -> Meshwrig
         f"no plan fits: of {outcome.legal:,} plans the leanest needs {format_bytes(memory)} on its fullest GPU, "
         f"{format_bytes(memory - limit)} more than the {format_bytes(device.memory)} of {device.name}{spare}"
     )
-    least = minimum_gpus(space.model.total, limit)
-    why = f"It is {strategies.NAMES[code]}: {plan.title()}; states of {format_count(space.model.total)} parameters fill {least} GPUs at 16 bytes each"
+    trained, total = space.model.trained, space.model.total
+    least = minimum_gpus(16.0 * trained + 2.0 * (total - trained), limit, 1.0)
+    states = f"states of {format_count(trained)} parameters at 16 bytes each"
+    frozen = f" and {format_count(total - trained)} frozen ones at 2" if trained < total else ""
+    why = f"It is {strategies.NAMES[code]}: {plan.title()}; {states}{frozen} fill {least} GPU{'s' * (least > 1)}"
     changes = list(remedies(space, limit, memory))
     return MeshwrightError(
         "MW-PLANNER-005",

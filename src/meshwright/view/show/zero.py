@@ -31,7 +31,7 @@ SEED_PRINTED_GB = (140.0, 42.0, 30.0, 18.0)
 def data(subject: Subject) -> Json:
     """Bars of the stages, the curves of the wall, and this plan with each stage."""
     ranks = subject.option("ranks", nearest(subject.plan.dp * subject.plan.cp), RANKS)
-    n = float(subject.model.total)
+    n = float(subject.model.trained)
     limit = subject.cluster.accelerator.memory
     return {
         "parameters": n,
@@ -43,7 +43,7 @@ def data(subject: Subject) -> Json:
         "wall": [wall(ranks, stage, limit) for stage in range(4)],
         "plan": plan_rows(subject),
         "seed": seed_rows(),
-        "note": note(n, ranks, limit),
+        "note": note(n, ranks, limit) + frozen_note(subject),
     }
 
 
@@ -109,6 +109,14 @@ def seed_rows() -> list[Json]:
         {"name": STAGES[k], "printed_gb": printed, "right_gb": zero_state_bytes(SEED_PARAMETERS, SEED_RANKS, k) / 1e9}
         for k, printed in enumerate(SEED_PRINTED_GB)
     ]
+
+
+def frozen_note(subject: Subject) -> str:
+    """What the states of trained parameters do not count."""
+    frozen = subject.model.total - subject.model.trained
+    return (
+        f" {format_count(frozen)} frozen parameters have no gradient and no state, and come on top." if frozen else ""
+    )
 
 
 def note(n: float, ranks: int, limit: float) -> str:

@@ -41,8 +41,8 @@ class GuideProblem(Configured):
 
     @property
     def state(self) -> float:
-        """Bytes of all parameters, gradients and optimizer states, unsharded."""
-        return STATE_BYTES * self.model.total
+        """Bytes of all parameters, gradients and optimizer states, unsharded; a frozen parameter has two."""
+        return STATE_BYTES * self.model.trained + 2.0 * (self.model.total - self.model.trained)
 
     @property
     def memory(self) -> float:
