@@ -8,6 +8,8 @@ import pytest
 
 from meshwright import api
 from meshwright.cli import main
+from meshwright.cost.closed_forms import model_cache
+from meshwright.describe.catalog import load
 from meshwright.errors import MeshwrightError
 from meshwright.view.json_schema import output_schema
 
@@ -30,6 +32,12 @@ def test_published_rates_of_one_sequence():
         errors.append(abs(1 / decoded(model, "dgx-a100", tp, tp).rows((1,))[0].token_s / rate - 1))
     assert statistics.median(errors) < 0.12
     assert max(errors) < 0.35
+
+
+def test_published_bytes_of_a_token():
+    """Zhao et al. 2025, "Insights into DeepSeek-V3" (arXiv 2505.09343), table 1: KV cache per token in bf16."""
+    published = {"deepseek-v3": 70_272, "qwen2.5-72b": 327_680, "llama3.1-405b": 516_096}
+    assert {name: model_cache(load("models", name), 1) for name in published} == published
 
 
 def test_a_token_reads_the_weights_once_and_its_own_cache():
@@ -95,6 +103,8 @@ def test_bad_questions(arguments, code, capsys):
         main(["estimate", *arguments, "--cluster", "dgx-h100", "--gpus", "8", "--decode", "--json"])
     output = capsys.readouterr()
     assert code in output.out + output.err
+    if code == "MW-DEC-002":
+        assert "plan.replicate=8" in output.out
 
 
 def test_the_output_follows_its_schema(capsys):

@@ -362,7 +362,7 @@ def decoding(config: Config) -> Decoding:
             f"decoding with pp={plan.pp} and cp={plan.cp} is not modelled",
             why="Its sequences are divided over replicas, and its layers by tensor and expert parallelism",
             valid=["tp", "ep", "replicate"],
-            fix="--set plan.pp=1 --set plan.cp=1",
+            fix=f"--set plan.pp=1 --set plan.cp=1 --set plan.replicate={plan.replicate * plan.pp * plan.cp}",
         )
     serving = Plan(tp=plan.tp, replicate=plan.dp, ep=plan.ep, expert_tp=plan.expert_tp, order=plan.order)
     workload = config.workload.but(batch=plan.dp)

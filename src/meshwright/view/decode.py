@@ -33,7 +33,7 @@ def page(d: Decoding) -> RenderableType:
                 ">communication",
                 ">other",
                 ">memory",
-                "bound by",
+                "!bound by",
             ),
             [cells(d, row) for row in d.table],
         ),
@@ -55,17 +55,10 @@ def title(d: Decoding) -> str:
 
 def cells(d: Decoding, row: TokenTime) -> tuple[str, ...]:
     parts = (format_seconds(row.parts_s[part]) for part in ("weights", "cache", "communication", "other"))
-    memory = f"{row.memory_gib:.1f} GiB" + ("" if row.fits else " (does not fit)")
+    bound_by = row.bound_by if row.fits else "does not fit"
     rate = row.tokens_per_s
-    return (
-        f"{row.sequences:,}",
-        format_seconds(row.token_s),
-        f"{rate:,.0f}",
-        f"{rate / d.plan.world:,.0f}",
-        *parts,
-        memory,
-        row.bound_by,
-    )
+    rates = f"{row.sequences:,}", format_seconds(row.token_s), f"{rate:,.0f}", f"{rate / d.plan.world:,.0f}"
+    return *rates, *parts, f"{row.memory_gib:.1f} GiB", bound_by
 
 
 def crossing(d: Decoding) -> str:
