@@ -128,8 +128,9 @@ def state_of_training(trainer: Trainer) -> dict[str, Any]:
     out: dict[str, Any] = {"step": trainer.step, "loss scale": [scale.value, scale.good_steps]}
     if parallel.local is not None:
         out["local SGD"] = [parallel.local.since, float(parallel.local.tokens)]
-    averages = trainer.average.values if trainer.average is not None else [None] * len(parallel.updated)
-    for i, (piece, updated, average) in enumerate(zip(parallel.pieces, parallel.updated, averages, strict=True)):
+    averages = iter(trainer.average.values if trainer.average is not None else [])
+    for i, (piece, updated) in enumerate(zip(parallel.pieces, parallel.updated, strict=True)):
+        average = None if piece.frozen else next(averages, None)
         states = dict(trainer.optimizer.state.get(updated.parameter, {}))
         tensors = {"weight": piece.local, "master": updated.local, "average": average, **states}
         for name, value in tensors.items():
@@ -179,13 +180,14 @@ class PlainEvaluation(Hook):
 
     def __init__(self, trace: Trace, job: Job, samples: RecordedSamples, every: int) -> None:
         self.trace, self.job, self.samples, self.every = trace, job, samples, every
-        self.model = job.model.but(dropout_rate=0.0, attention_dropout=0.0, embedding_dropout=None)
+        adapter = job.model.adapter.but(dropout=0.0)
+        self.model = job.model.but(dropout_rate=0.0, attention_dropout=0.0, embedding_dropout=None, adapter=adapter)
 
     @torch.no_grad()
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         if (record.step + 1) % self.every:
             return
-        weights = {piece.name: piece.local.detach().cpu().double() for piece in trainer.parallel.pieces}
+        weights = {piece.name: piece.numbers.detach().cpu().double() for piece in trainer.parallel.pieces}
         total, valid, size = 0.0, 0, self.job.plan.microbatch
         order = list(trainer.indices)
         for batch in range(self.samples.batches):

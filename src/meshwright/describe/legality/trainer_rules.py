@@ -187,3 +187,39 @@ def adam_needs_range(p: Case) -> Reading:
         valid=["master=true", "param_dtype=bf16", "optimizer=momentum|sgd"],
         fixes=[{"plan.master": True}, {"plan.param_dtype": "bf16", "workload.precision": "bf16"}],
     )
+
+
+@rule("MW-ADPT-015", "model", "workload", "trainer")
+def adapters_in_fp8(p: Case) -> Reading:
+    yield p.model.adapter.on and p.workload.precision == "fp8"
+    yield Problem(
+        "workload.precision=fp8 with [adapter] is modelled only: `train` and `verify` do not run it",
+        why="Our fp8 products compute the gradient of their weight, which a frozen base does not have",
+        fixes=[{"workload.precision": "bf16"}, {"workload.precision": "fp32"}],
+    )
+
+
+@rule("MW-ADPT-015", "model", "trainer")
+def experts_drop_no_inputs(p: Case) -> Reading:
+    adapter = p.model.adapter
+    on_experts = any(x.rank and x.style.startswith("experts") for b in p.model.blocks.values() for x in b.linears)
+    yield adapter.dropout > 0 and on_experts
+    yield Problem(
+        f"adapter.dropout={adapter.dropout:g} with adapters of routed experts is modelled only: `train` and `verify` do not run it",
+        why="Copies of tokens that were sent to experts do not know their positions, from which masks are computed (PEFT has none there either)",
+        valid=["adapter.dropout=0", "adapter.targets without experts"],
+    )
+
+
+@rule("MW-ADPT-015", "model", "trainer")
+def stages_train(p: Case) -> Reading:
+    """torch's pipeline stages run a backward each, which needs something to train."""
+    m = p.model
+    kinds = set(m.layer_kinds) if m.kind == "transformer" else set()
+    idle = any(not any(x.trained for x in (*m.blocks[k].linears, *m.blocks[k].vectors)) for k in kinds)
+    yield (p.pp > 1) & bool(m.adapter.on and idle)
+    yield Problem(
+        f"pp={p.pp} with layers in which nothing trains is modelled only: `train` and `verify` do not run it",
+        why="A pipeline stage without a trained parameter has no backward",
+        fixes=[{"plan.pp": 1}],
+    )
