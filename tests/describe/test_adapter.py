@@ -51,8 +51,9 @@ def rows(model: Model, plan: Plan, rank: int = 0) -> dict[str, tuple[object, ...
     return {b.name.removeprefix("layers.0."): (b.shape, b.partial) for b in table if "lora" in b.name}
 
 
-def test_adapters_are_cut_as_their_matrices() -> None:
-    table = rows(tiny(rank=4, targets=("all-linear",)), Plan(tp=4, sp=True))
+@pytest.mark.parametrize("sp", [False, True])
+def test_adapters_are_cut_as_their_matrices(sp: bool) -> None:
+    table = rows(tiny(rank=4, targets=("all-linear",)), Plan(tp=4, sp=sp))
     assert table["attention.q.lora_a.weight"] == ((4, 64), "tp")
     assert table["attention.q.lora_b.weight"] == ((16, 4), "")
     assert table["attention.k.lora_b.weight"] == ((16, 4), "kv_copies")  # two ranks have copies of a KV head

@@ -111,6 +111,14 @@ def test_only_trained_parts_are_reduced_and_a_packed_base_is_gathered_as_it_is()
     assert whole - packed == 2 * matrices * (2 - 0.5625)  # forward and backward
 
 
+def test_a_batch_of_plans_gathers_and_updates_trained_parts_only() -> None:
+    step = program(model(rank=16), Plan(shard=4, zero=1), Workload(batch=8, seq=128))
+    gathers = [op for op in step.closing if op.name == "gather-parameters"]
+    assert sum(scalar(op.count * op.message_bytes) for op in gathers) == 2 * model(rank=16).trained
+    weights = {op.name for op in step.blocks["dense", "W"] if op.kind == "gemm"}
+    assert weights == {f"{name}-lora-{x}-wgrad" for name in "qv" for x in "ab"}
+
+
 def test_a_region_without_trained_matrices_gathers_its_input_once() -> None:
     def gathers(**fields: object) -> float:
         return messages(model(**fields), Plan(tp=2, sp=True), Workload(batch=1, seq=128))["tp", "all_gather"]
