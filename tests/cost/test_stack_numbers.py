@@ -260,9 +260,8 @@ def test_a_band_is_wider_where_communication_or_the_host_dominate():
 
     def of(exposed, plan=None, **fields):
         efficiency = Efficiency(**{"source": "measured", **fields})
-        return band(
-            Stack(), exposed, plan or Plan(tp=16), DGX.but(accelerator=DGX.accelerator.but(efficiency=efficiency))
-        )
+        cluster = DGX.but(accelerator=DGX.accelerator.but(efficiency=efficiency))
+        return band(Stack(), exposed, {}, plan or Plan(tp=16), cluster)
 
     assert of(network)[0] < of(compute)[0] < 1 < of(compute)[1] < of(network)[1]  # tp between two nodes
     assert of(network, Plan(tp=8, replicate=2))[1] < of(network)[1]
