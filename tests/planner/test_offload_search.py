@@ -17,11 +17,12 @@ from meshwright.planner.search.leaders import OFFLOAD_WORTH, candidates, memory_
 from meshwright.planner.search.space import Space, join
 from meshwright.predict.estimate import estimate
 from planner.spaces import DENSE, MOE, space
+from ranks import soak
 
 KINDS = ("states", "activations", "both")
 FEW = {"without": ["reorder", "cp", "hsdp"]}  # fewer plans, to cost every one
 PROBLEMS = {"dense": (DENSE, "default"), "experts": (MOE, "default"), "flat": (DENSE, "megatron-core")}
-CASES = [("dense", "states"), ("dense", "activations"), ("experts", "both"), ("flat", "states")]
+CASES = [("dense", "states"), ("experts", "both"), ("flat", "states"), *soak([("dense", "activations")])]
 
 
 def offloading(where: Space, kind: str) -> Space:
