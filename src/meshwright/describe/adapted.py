@@ -107,8 +107,7 @@ def check(m: ModelShape, blocks: dict[str, ParameterBlock]) -> None:
     if a.base != "plain" and not any(linear.packed for linear in linears):
         what, why = f"adapter.base={a.base} quantises nothing", "Every matrix of a layer trains in full"
         raise MeshwrightError("MW-ADPT-001", what, why=why, fix="--set adapter.base=plain")
-    vectors = [vector for block in blocks.values() for vector in block.vectors]
-    if not any(linear.trained for linear in linears) and not any(vector.trained for vector in vectors):
+    if not any(block.trained for block in blocks.values()):
         raise MeshwrightError("MW-ADPT-005", "no parameter trains", fix="--set adapter.freezes=''")
 
 

@@ -104,8 +104,7 @@ class Model(ModelShape):
         """Parameters that have a gradient: all of them, but for frozen ones."""
         if not self.adapter.on:
             return self.total
-        items = ((times, item) for times, block in self._over_blocks() for item in (block.linears, block.vectors))
-        return sum(times * sum(one.trained for one in some) for times, some in items)
+        return sum(times * block.trained for times, block in self._over_blocks())
 
     @cached_property
     def active(self) -> float:

@@ -165,6 +165,11 @@ class ParameterBlock:
             out[item.part] = out.get(item.part, 0) + item.parameters
         return out
 
+    @property
+    def trained(self) -> int:
+        """Parameters that have a gradient."""
+        return sum(linear.trained for linear in self.linears) + sum(vector.trained for vector in self.vectors)
+
     def fused_matrices(self) -> list[list[Linear]]:
         """Group matrices that multiply the same input (query, key and value; gate and up), in order."""
         groups: list[list[Linear]] = []

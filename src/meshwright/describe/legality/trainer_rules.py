@@ -216,7 +216,7 @@ def stages_train(p: Case) -> Reading:
     """torch's pipeline stages run a backward each, which needs something to train."""
     m = p.model
     kinds = set(m.layer_kinds) if m.kind == "transformer" else set()
-    idle = any(not any(x.trained for x in (*m.blocks[k].linears, *m.blocks[k].vectors)) for k in kinds)
+    idle = any(not m.blocks[k].trained for k in kinds)
     yield (p.pp > 1) & bool(m.adapter.on and idle)
     yield Problem(
         f"pp={p.pp} with layers in which nothing trains is modelled only: `train` and `verify` do not run it",
