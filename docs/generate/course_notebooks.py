@@ -36,7 +36,7 @@ def last_value(source: str) -> Any:
 def with_number(text: str) -> str:
     """A page with the present value of its number, where it changed."""
     (block,) = [block for block in chapter(text)["blocks"] if block["kind"] == "number"]
-    value = f"{last_value(block['python']):.8g}"
+    value = f"{last_value(block['python']):.12g}"
     return NUMBER.sub(lambda m: m[0] if m["value"] == value else f"<!-- number {m['path']} {value} -->", text)
 
 

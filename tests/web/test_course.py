@@ -104,7 +104,7 @@ def test_the_command_and_the_call_give_the_same_number(key: str, monkeypatch: py
     for step in block["path"].split("."):
         found = found[int(step) if isinstance(found, list) else step]
     assert math.isclose(found, last_value(block["python"]), rel_tol=1e-9)
-    assert math.isclose(found, block["number"], rel_tol=1e-5), f"{found}: make pages"
+    assert math.isclose(found, block["number"], rel_tol=1e-9), f"{found}: make pages"
 
 
 @pytest.mark.parametrize(
