@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.describe import catalog, legality
+from meshwright.describe.adapter import Adapter
 from meshwright.describe.config import Config
 from meshwright.describe.legality import ALL_RULES, Case
 from meshwright.describe.legality.case import RULES
@@ -160,6 +161,14 @@ EXAMPLES = {
     "tensor_fits_kv_heads": ({"tp": 2, "replicate": 4}, LEARNED, {}),
     "local_sgd_needs_dense_model": ({"replicate": 8, "average_every": 4}, PLAIN_MOE, {}),
     "tensor_divides_ffn": ({"tp": 2, "replicate": 4}, ODD, {}),
+    "adapters_need_row_splits": ({"tp": 8, "tp_form": "all-gather"}, LLAMA.but(adapter=Adapter(rank=4)), {}),
+    "adapters_in_fp8": ({"replicate": 8}, LLAMA.but(adapter=Adapter(rank=4)), {"precision": "fp8"}),
+    "experts_drop_no_inputs": (
+        {"replicate": 8},
+        MIXTRAL.but(adapter=Adapter(rank=4, targets=("all-linear",), dropout=0.1)),
+        {},
+    ),
+    "stages_train": ({"pp": 8}, LLAMA.but(adapter=Adapter(trains=("lm_head",))), {}),
     "tensor_divides_output_groups": ({"tp": 8}, COMPRESSED, {}),
     "tensor_divides_linear": ({"tp": 8}, LINEAR, {}),
     "context_divides_linear": ({"cp": 8}, LINEAR, {}),
@@ -234,7 +243,7 @@ def test_each_rule_is_broken_and_explained(rule) -> None:
     plan, model, workload = EXAMPLES[rule.read.__name__]
     cluster = (
         "dgx-h100"
-        if workload.get("precision") == "fp8" and {"gather_dtype", "scaling"} & {*plan, *workload}
+        if workload.get("precision") == "fp8" and ({"gather_dtype", "scaling"} & {*plan, *workload} or model.adapter.on)
         else "dgx-a100"
     )
     surroundings = (
