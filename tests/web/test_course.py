@@ -149,6 +149,13 @@ def test_values_that_a_control_does_not_have_are_refused() -> None:
             figure(name, **values)
 
 
+def test_a_plan_that_is_not_legal_leaves_the_rest_of_the_roofline() -> None:
+    config = load(str(blocks.ROOT / "examples" / "llama3-70b-64xh100.toml"), ["plan.tp=7"])
+    found: Json = learn.data(Subject(config).with_options({"figure": "link-roofline"}))["figure"]
+    assert "7" in found["note"]
+    assert len(found["data"]["series"]) == len(figure("link-roofline")["data"]["series"]) - 1
+
+
 def test_marks_are_read() -> None:
     assert inline("a **b** `c`\n[d](e.md#f) n\\* = *g* 2*3") == [
         "a ", ["bold", "b", ""], " ", ["code", "c", ""], " ", ["link", "d", "e.md#f"], " n* = ", ["italic", "g", ""], " 2*3",
@@ -233,6 +240,11 @@ def test_pictures_of_the_site_are_those_of_the_page(server: str, open_page: Open
             )
             picture = (PICTURES / f"{block['name']}.svg").read_text("utf-8")
             assert f'aria-label="{name}"' in html.unescape(picture), f"make pictures ({block['name']})"
+
+
+def test_a_configuration_that_cannot_be_read_stops_no_chapter(server: str, open_page: Open) -> None:
+    page = open_page(chapter(server, "zero") + "&model=nosuch", ready=READY, refused=True)
+    shows(page, "112 GB", "[data-figure=zero]")
 
 
 def test_a_slider_moves_a_figure(server: str, open_page: Open) -> None:

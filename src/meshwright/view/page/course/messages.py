@@ -3,6 +3,7 @@
 from meshwright import formulas
 from meshwright.describe import catalog
 from meshwright.describe.config import load_cluster
+from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.alternatives import PlanTrials
 from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
 from meshwright.programs.collectives.comparison import SIZES, compare, runs_on
@@ -211,8 +212,12 @@ def link_roofline(subject: Subject, v: Values) -> Json:
             "colour": "focus",
         },
     ]
+    note = ""
     if cluster.name == subject.cluster.name:
-        series.append(plan_points(subject))
+        try:
+            series.append(plan_points(subject))
+        except MeshwrightError as error:
+            note = f"The present plan is not drawn: {error.what}."
     marks = [
         {"at": row.ridge, "words": f"ridge {row.ridge:,.0f}", "colour": "quiet", "low": True}
         for row in reversed(levels.values())
@@ -223,6 +228,7 @@ def link_roofline(subject: Subject, v: Values) -> Json:
     )  # fmt: skip
     critical = formulas.critical_batch(peak, slow.bandwidth)
     return chart | {
+        "note": note,
         "stats": [
             stat("FLOPs per byte", f"{chosen[0]:,.0f}", "3 · tokens / 2 bytes"),
             stat("Of the peak", f"{chosen[1] / peak:.0%}", "at most, if nothing else limits"),  # type: ignore[operator]

@@ -68,7 +68,7 @@ function lines(element, d) {
 
 /** Horizontal bars of stacked parts; `limit` is a dashed line. */
 function bars(element, d) {
-  const small = element.clientWidth < 480, rows = d.rows.map((r) => (small && r.text ? { ...r, text: r.text.split(/ on | · /)[0] } : r)), left = Math.min(small ? 120 : 200, 16 + 6.6 * Math.max(...rows.map((r) => r.label.length)));
+  const small = element.clientWidth < 480, rows = d.rows.map((r) => (small && r.text ? { ...r, text: r.text.split(/ on | · /)[0] } : r)), left = Math.min(small ? 146 : 200, 16 + 6.6 * Math.max(...rows.map((r) => r.label.length)));
   const ends = rows.map((r) => (r.start ?? 0) + r.parts.reduce((sum, p) => sum + p.value, 0)), words = AS[d.x.unit] ?? AS.number;
   const c = figure(element, { height: (d.limit ? 66 : 50) + 30 * rows.length, top: d.limit ? 20 : 8, left, right: 12 + 6.4 * Math.max(0, ...rows.map((r) => (r.text ?? "").length)), bottom: 40, label: d.label || rows.map((r) => `${r.label}: ${r.text ?? ""}`).join("; ") });
   const most = Math.max(d.x.to ?? 0, ...ends, d.limit?.at ?? 0), x = d.x.log ? log([d.x.from, most], [0, c.width], { base: d.x.log }) : linear([0, most], [0, c.width]), y = band(rows.map((r) => r.label), [0, c.height], { gap: 0.28 });

@@ -24,6 +24,8 @@ const isTable = (value) => value !== null && typeof value === "object" && !Array
 export const get = () => now;
 /** The plan file part of the state: the body of requests. */
 export const config = (state = now) => Object.fromEntries(SECTIONS.map((name) => [name, state[name]]));
+/** The configuration that the page starts with. */
+export const example = () => config(structuredClone(START));
 /** Call f(state, before) after each change. */
 export const subscribe = (f) => listeners.push(f);
 

@@ -35,14 +35,20 @@ export const view = {
       if (built === now) now.node.replaceChildren(...page(data, go));
     };
     if (texts.has(key)) show(texts.get(key));
-    else ask(key ? { chapter: key } : {}).then(show, (error) => { now.key = null; now.node.replaceChildren(refusal(error.error ?? { what: String(error) })); });
+    else ask(key ? { chapter: key } : {}).then(show, (error) => { now.key = null; now.node.replaceChildren(h("div", null, refusal(error.error ?? { what: String(error) }), h("button", { type: "button", onclick: () => go(null) }, "To the course"))); });
   },
 };
 
-/** The data of the view with some options. */
+/** The data of the view with some options. A plan that the server cannot read stops no chapter: the figures then show the example's. */
 async function ask(options, signal) {
   let found = null;
-  await source.views({ config: state.config(), views: ["learn"], options: { learn: options } }, signal, (answer) => { found = answer; });
+  const of = (config) => source.views({ config, views: ["learn"], options: { learn: options } }, signal, (answer) => { found = answer; });
+  try {
+    await of(state.config());
+  } catch (error) {
+    if (!(error instanceof source.Refusal) || error.error.code === "offline") throw error;
+    await of(state.example());
+  }
   if (found.error) throw new source.Refusal(found.error);
   return found.data;
 }
