@@ -143,7 +143,8 @@ def begin(context: RankContext, job: Job, dtype: str, weights: UnsetWeights | No
     """A trainer, and the trace that records its steps."""
     reads: Reads = {}
     ahead = AHEAD if job.phases is not None and job.phases.trains_on_data and not job.reference else 0
-    parallel = build_parallel(context, job, dtype, weights)
+    # A checkpoint of adapters does not contain their frozen base: it is drawn again.
+    parallel = build_parallel(context, job, dtype, None if job.model.adapter.on else weights)
     trainer = Trainer(parallel, samples_of(job, reads), job.optimizer, ahead)
     trace = recorded(trainer, context.rank, dtype)
     trace.reads = reads
