@@ -137,6 +137,8 @@ def test_the_section_is_part_of_the_model_and_round_trips(tmp_path) -> None:  # 
         (["rank=1025"], "MW-ADPT-004", "adapter.rank=16"),  # v is 1024 wide
         (["freezes=*"], "MW-ADPT-005", "adapter.freezes="),
         (["rank=16", "trains=q_proj,v_proj"], "MW-ADPT-002", "adapter.targets=all-linear"),
+        (["rank=16", "expert_rank=4"], "MW-ADPT-001", "adapter.expert_rank=0"),
+        (["rank=16", "trains=lm_head", "freezes=embed_tokens"], "MW-ADPT-001", "adapter.freezes="),
     ],
 )
 def test_what_has_no_effect_or_does_not_fit_is_refused(words: list[str], code: str, fix: str) -> None:
@@ -151,5 +153,9 @@ def test_what_has_no_effect_or_does_not_fit_is_refused(words: list[str], code: s
 
 
 def test_a_model_of_totals_takes_no_adapter() -> None:
+    with pytest.raises(MeshwrightError, match="MW-ADPT-003") as error:
+        configure("resnet-50", "dgx-h100", set=["adapter.freezes=*"])
+    fixes = error.value.fix.replace("--set ", "").split()
+    assert not configure("resnet-50", "dgx-h100", set=["adapter.freezes=*", *fixes]).adapter.on
     with pytest.raises(MeshwrightError, match="MW-ADPT-003"):
         Model(name="total", kind="counts", given_parameters=1e9, given_flops=1e9, adapter=Adapter(rank=4))

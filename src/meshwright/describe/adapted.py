@@ -76,7 +76,8 @@ def check(m: ModelShape, blocks: dict[str, ParameterBlock]) -> None:
         return
     if m.kind != "transformer":
         what, why = f"[adapter] with the model {m.name}", "Its parts are not known one by one"
-        raise MeshwrightError("MW-ADPT-003", what, why=why, fix="--set adapter.rank=0")
+        fix = " ".join(f"--set adapter.{name}={_default(name)}" for name in a.as_dict())
+        raise MeshwrightError("MW-ADPT-003", what, why=why, fix=fix)
     linears = [linear for block in blocks.values() for linear in block.linears if linear.copies]
     matrices = [module_of(m, linear) for linear in linears]
     others = [vector_module(m, vector) for block in blocks.values() for vector in block.vectors]
@@ -107,6 +108,19 @@ def check(m: ModelShape, blocks: dict[str, ParameterBlock]) -> None:
     if a.base != "plain" and not any(linear.packed for linear in linears):
         what, why = f"adapter.base={a.base} quantises nothing", "Every matrix of a layer trains in full"
         raise MeshwrightError("MW-ADPT-001", what, why=why, fix="--set adapter.base=plain")
+    if a.expert_rank and not any(linear.rank and linear.style.startswith("experts") for linear in linears):
+        what, why = "adapter.expert_rank has no effect", "No matrix of routed experts has an adapter"
+        raise MeshwrightError("MW-ADPT-001", what, why=why, fix="--set adapter.expert_rank=0")
+    if (
+        (a.rank or a.trains)
+        and a.freezes
+        and not any(matches(a.freezes, x) and matches(a.trains, x) for x in (*matrices, *others))
+    ):
+        what, why = (
+            "adapter.freezes has no effect",
+            "It names no module of adapter.trains, and all others are frozen already",
+        )
+        raise MeshwrightError("MW-ADPT-001", what, why=why, fix="--set adapter.freezes=''")
     if not any(block.trained for block in blocks.values()):
         raise MeshwrightError("MW-ADPT-005", "no parameter trains", fix="--set adapter.freezes=''")
 
@@ -121,6 +135,12 @@ def _check_options(a: Adapter) -> None:
     ):
         if unread and name in changed:
             raise MeshwrightError("MW-ADPT-001", f"adapter.{name} has no effect", why=why, fix=f"--set {fix}")
+
+
+def _default(field: str) -> str:
+    """The default of a field of [adapter], as --set takes it."""
+    value = getattr(Adapter(), field)
+    return "''" if value in ((), "") else str(value)
 
 
 def _no_match(m: ModelShape, field: str, pattern: str, modules: list[str]) -> MeshwrightError:

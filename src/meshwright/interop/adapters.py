@@ -50,9 +50,9 @@ def with_adapter(model: Model, adapter: Adapter) -> Model:
         return model
     modules = [module_of(model, linear) for block in model.blocks.values() for linear in block.linears]
     known = tuple(t for t in adapter.targets if t == ALL_LINEAR or any(matches([t], module) for module in modules))
-    for targets in (known, (ALL_LINEAR,)):
+    for changes in ({"targets": known}, {"targets": known, "expert_rank": 0}, {"targets": (ALL_LINEAR,)}):
         try:
-            return model.but(adapter=adapter.but(targets=targets))
+            return model.but(adapter=adapter.but(**changes))
         except MeshwrightError:
             continue
     return model
