@@ -260,3 +260,20 @@ def test_commands_of_chapters_are_written_for_a_shell() -> None:
     for key in learn.CHAPTERS:
         for command in of(key, "number")[0]["commands"]:
             assert shlex.split(command)[0] == "meshwright"
+
+
+CROSSED = """() => [...document.querySelectorAll("svg.figure")].flatMap((svg) => {
+  const dashed = [...svg.querySelectorAll("line[stroke-dasharray]")].map((node) => node.getBoundingClientRect());
+  return [...svg.querySelectorAll("text.halo[dy]")].filter((text) => dashed.some((line) => {
+    const box = text.getBoundingClientRect();
+    return line.left > box.left && line.left < box.right && line.top < box.bottom && line.bottom > box.top;
+  })).map((text) => text.textContent);
+})"""
+
+
+def test_no_limit_crosses_the_numbers_of_bars(server: str, open_page: Open) -> None:
+    """On a phone the end of a bar is often close to the dashed line of the memory of a GPU."""
+    for address, number in ((chapter(server, "recompute"), "65.7 GB"), (server, "61.5 GiB")):
+        page = open_page(address, phone=True)
+        page.locator("svg.figure text", has_text=number).first.wait_for()
+        assert page.evaluate(CROSSED) == []

@@ -2,7 +2,7 @@
 
 from meshwright import formulas
 from meshwright.cost.overlap import BackwardLayer, bucket_timeline, prefetch_timeline
-from meshwright.units import Json, format_decimal_bytes, format_seconds
+from meshwright.units import Json, counted, format_count, format_decimal_bytes, format_seconds
 from meshwright.view.page.course.drawing import Control, Figure, Values, bars, lines, registered, stat
 from meshwright.view.page.subject import Subject
 from meshwright.view.show import zero as stages
@@ -47,7 +47,7 @@ def data_parallel(subject: Subject, v: Values) -> Json:
         "stats": [
             stat("Gradients", format_decimal_bytes(2 * n), "2 bytes each"),
             stat("Sent by a GPU", format_decimal_bytes(reduce[POWERS[-1]] * rate), "almost the same for any number"),
-            stat("Hidden up to", f"{turn // 2:,} GPUs" if turn else "all", "of those drawn"),
+            stat("Hidden up to", ("none" if turn == 2 else f"{turn // 2:,} GPUs") if turn else "all", "of those drawn"),
         ],
         "note": "GPUs compute at 400 TFLOP/s. The all-reduce can hide behind backward, two thirds of the compute.",
     }
@@ -166,8 +166,8 @@ def zero(subject: Subject, v: Values) -> Json:
     return bars(rows, {"label": "bytes of state on one GPU", "unit": "bytes"}, limit=limit) | {
         "stats": [
             stat("State", format_decimal_bytes(formulas.state_memory(n).total), "16 bytes per parameter"),
-            stat("DDP holds up to", f"{largest[0] / 1e9:,.1f}B", "parameters, without activations"),
-            stat("ZeRO-3 holds up to", f"{largest[1] / 1e9:,.0f}B", f"on {p:,} GPUs"),
+            stat("DDP holds up to", format_count(largest[0]), "parameters, without activations"),
+            stat("ZeRO-3 holds up to", format_count(largest[1]), f"on {counted(p, 'GPU')}"),
         ],
         "note": stages.note(n, p, v["memory"]),
     }

@@ -5,7 +5,7 @@ import numpy as np
 from meshwright import formulas
 from meshwright.cost.advice import topk_compression
 from meshwright.describe import catalog
-from meshwright.units import Json, format_decimal_bytes, format_seconds
+from meshwright.units import Json, counted, format_decimal_bytes, format_seconds
 from meshwright.view.page.course.drawing import Control, Figure, Values, bars, lines, registered, stat
 from meshwright.view.page.subject import Subject
 from meshwright.view.show.formats import FORMATS
@@ -187,7 +187,9 @@ def memory(subject: Subject, v: Values) -> Json:
     more = sum(model.flops(v["seq"]).values()) / model.model_flops(v["seq"])
     return bars(rows, {"label": "bytes on one GPU", "unit": "bytes"}, limit=limit) | {
         "stats": [
-            stat("State", format_decimal_bytes(state.total), f"16 bytes per parameter over {v['ranks']} GPUs"),
+            stat(
+                "State", format_decimal_bytes(state.total), f"16 bytes per parameter over {counted(v['ranks'], 'GPU')}"
+            ),
             stat(
                 "Activations", format_decimal_bytes(saved), f"{format_decimal_bytes(inputs + one)} with full recompute"
             ),

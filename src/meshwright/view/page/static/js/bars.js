@@ -1,6 +1,6 @@
 // One chart of bars from left to right: where a step goes, memory of stages, shares of a peak, scenarios side by side.
 
-import { axis, band, contentWidth, figure, format, label, linear, stacked, svg, threshold } from "meshwright/draw.js";
+import { axis, band, behind, contentWidth, figure, format, label, linear, stacked, svg, threshold } from "meshwright/draw.js";
 
 /** What `axis` needs to show seconds up to `most`: the unit in the words, and numbers in it. */
 export function inSeconds(words, most) {
@@ -22,7 +22,8 @@ export function bars(element, rows, { label: name, left = 112, right = 70, tall 
     if (plot !== chart.plot) chart.plot.append(plot);
     stacked(one, [{ ...row, label: i }], { x, y, focus });
     const inside = end > chart.width - (small ? 20 : 40) && x(row.start ?? 0) > 90; // no room behind the bar
-    if (row.text) label(one, small ? row.text.split(" · ")[0] : row.text, inside ? x(row.start) - 6 : end + 6, middle, { anchor: inside ? "end" : "start", middle: true, size: 11, weight, colour: row.tone || "ink", halo: true });
+    const text = small ? row.text?.split(" · ")[0] : row.text, line = row.limit ?? (limit && Math.min(limit.at, most));
+    if (text) label(one, text, inside ? x(row.start) - 6 : behind(end, text, line && x(line)), middle, { anchor: inside ? "end" : "start", middle: true, size: 11, weight, colour: row.tone || "ink", halo: true });
     if (row.limit) plot.append(svg("line", { x1: x(row.limit), x2: x(row.limit), y1: y(i) - 2, y2: y(i) + y.width + 2, stroke: "bad", "stroke-width": 2 }));
   });
   if (limit) threshold(chart, x(Math.min(limit.at, most)), limit.words);

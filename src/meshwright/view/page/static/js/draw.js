@@ -180,6 +180,9 @@ export function threshold(chart, at, words, { flat = false, colour = "bad" } = {
   label(chart, words, flat ? chart.width : Math.max(at, 110) - 4, flat ? at - 5 : -2, { anchor: "end", size: 11, colour, halo: true });
 }
 
+/** Where the text of a bar begins: behind its end, or behind a limit line that would cross the text. */
+export const behind = (end, text, line) => 6 + (line > end && line < end + 12 + 6.4 * text.length ? line : end);
+
 /** Stacked bars: rows [{ label, start = 0, parts: [{ name, value, colour, pattern, formula }] }] on scales { x, y }, of which y is the band. */
 export function stacked(chart, rows, { x, y, focus = true } = {}) {
   for (const row of rows) {

@@ -2,7 +2,7 @@
 
 import { inSeconds } from "meshwright/bars.js";
 import { curves } from "meshwright/curves.js";
-import { axis, band, choice, clear, figure, format, h, keepFocus, label, legend, linear, log, rect, slider, stacked, stat, svg, threshold } from "meshwright/draw.js";
+import { axis, band, behind, choice, clear, figure, format, h, keepFocus, label, legend, linear, log, rect, slider, stacked, stat, svg, threshold } from "meshwright/draw.js";
 import { refusal } from "meshwright/notice.js";
 import { schedule } from "meshwright/views/modeler.js";
 import { view as ranks } from "meshwright/views/ranks.js";
@@ -76,7 +76,7 @@ function bars(element, d) {
   axis(c, y, "left");
   stacked(c, rows, { x, y });
   if (d.limit) threshold(c, x(d.limit.at), d.limit.words);
-  rows.forEach((r, i) => r.text && label(c, r.text, x(ends[i]) + 6, y(r.label) + y.width / 2, { middle: true, size: 11, halo: true }));
+  rows.forEach((r, i) => r.text && label(c, r.text, behind(x(ends[i]), r.text, d.limit && x(d.limit.at)), y(r.label) + y.width / 2, { middle: true, size: 11, halo: true }));
   const parts = new Map(rows.flatMap((r) => r.parts.map((p) => [p.name, p])));
   if (parts.size > 1) element.append(legend([...parts.values()].map((p) => ({ label: p.name, colour: p.colour, pattern: p.pattern }))));
 }
