@@ -55,6 +55,19 @@ def test_a_token_reads_the_weights_once_and_its_own_cache():
     assert sum(one.parts_s.values()) == pytest.approx(one.token_s)
 
 
+def test_frozen_weights_are_weights():
+    """Adapters are merged into a plain base. One in nf4 has 4.5 bits per number of the layers: 4 and a 32-bit scale for each 64."""
+    plain, merged, packed = (
+        decoded("llama3-8b", "dgx-h100", 8, 8, 4096, *settings)
+        for settings in ((), ("adapter.rank=16",), ("adapter.rank=16", "adapter.base=nf4", "adapter.targets=q_proj"))
+    )
+    assert merged.table[0] == plain.table[0]
+    attention, ffn = 4096 * (2 * 4096 + 2 * 1024), 3 * 4096 * 14336
+    layers, adapters = 32 * (attention + ffn), 32 * 16 * (4096 + 4096 / 8)  # B is cut, A is whole
+    expected = plain.weights_gib * 2**30 + layers / 8 * (4.5 / 8 - 2) + adapters * 2
+    assert packed.weights_gib * 2**30 == pytest.approx(expected, rel=1e-12)
+
+
 def test_one_token_reads_only_its_experts():
     """Mixtral reads 2 of 8 experts for one token, and all of them for many."""
     d = decoded("mixtral-8x7b", "dgx-h100", 8, 8)

@@ -23,6 +23,7 @@ import numpy as np
 
 from meshwright.cost.collective import CollectiveTimes
 from meshwright.cost.compute import op_time
+from meshwright.describe.adapter import PACKINGS, Adapter
 from meshwright.describe.cache import LayerCache, cache_by_mixer
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
@@ -110,7 +111,9 @@ class Decoding:
         c = self.config
         plan = Plan(tp=c.plan.tp, replicate=c.plan.dp, ep=c.plan.ep, expert_tp=c.plan.expert_tp, order=c.plan.order)
         stack = Stack(dispatch=c.stack.dispatch, graphs=("step",))
-        model = c.model.but(mtp_layers=0, dropout=0.0, attention_dropout=0.0)
+        # Adapters are merged into a base that is not quantised.
+        adapter = c.model.adapter if c.model.adapter.base in PACKINGS else Adapter()
+        model = c.model.but(mtp_layers=0, dropout=0.0, attention_dropout=0.0, adapter=adapter)
         plans = [plan.but(microbatch=count) for count in sequences]
         return step_program(model, plans, c.workload.but(seq=seq, batch=plan.dp), stack)
 
@@ -271,11 +274,13 @@ class Decoding:
         return total
 
     def _weight_bytes(self, program: StepProgram) -> float:
-        elements = sum(
-            _at(program.ranks[0].total({b: g[group] for b, g in program.parameters.items()}), 0)
-            for group in ("dense", "expert")
-        )
-        return elements * WEIGHT_BYTES.get(self.config.workload.precision, program.element)
+        def total(sizes: dict[str, dict[str, Array]]) -> float:
+            """The sum of a size of each block on a rank."""
+            groups = ({b: g[group] for b, g in sizes.items()} for group in ("dense", "expert"))
+            return sum(_at(program.ranks[0].total(group), 0) for group in groups)
+
+        width = WEIGHT_BYTES.get(self.config.workload.precision, program.element)
+        return total(program.parameters) * width + total(program.frozen)
 
     @property
     def _bandwidth(self) -> float:
@@ -289,10 +294,12 @@ class Decoding:
 
     @property
     def assumed(self) -> list[str]:
+        base, width = self.config.model.adapter.base, WEIGHT_BYTES.get(self.config.workload.precision, self.element)
+        in_layers = f" (layers: {base}, unpacked before each product)" if base in PACKINGS else ""
         return [
             *self.config.assumed,
             "nothing was measured: rates are those of the training cost model, kernels come from CUDA graphs, and communication is not hidden",
-            f"the cache has {self.element:g} bytes per number, weights {WEIGHT_BYTES.get(self.config.workload.precision, self.element):g}; "
+            f"the cache has {self.element:g} bytes per number, weights {width:g}{in_layers}; "
             f"every sequence has {self.context:,} tokens",
         ]
 
