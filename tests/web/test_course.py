@@ -256,6 +256,12 @@ def test_a_slider_moves_a_figure(server: str, open_page: Open) -> None:
     until(page, "document.activeElement.type === 'range'")
 
 
+def test_the_keyboard_goes_on_at_the_title_of_the_next_chapter(server: str, open_page: Open) -> None:
+    page = open_page(chapter(server, "zero"), ready=READY)
+    page.get_by_role("button", name="Tensor parallelism →").press("Enter")
+    until(page, "document.activeElement.textContent === 'Tensor parallelism'")
+
+
 def test_commands_of_chapters_are_written_for_a_shell() -> None:
     for key in learn.CHAPTERS:
         for command in of(key, "number")[0]["commands"]:

@@ -143,6 +143,18 @@ def test_an_impossible_number_is_marked_at_its_field(server: str, open_page: Ope
         assert page.url == before
 
 
+def test_a_name_that_the_catalog_does_not_have_is_marked(server: str, open_page: Open) -> None:
+    page = open_page(server)
+    model = page.get_by_label("Model", exact=True).first
+    model.fill("nosuch")
+    model.press("Enter")
+    shows(page, "No name in the catalog has these words", ".knobs")
+    model.fill("mixtral 8x7b")
+    model.press("Enter")
+    shows(page, "mixtral-8x7b")
+    until(page, "!document.querySelector('.knobs').innerText.includes('No name')")
+
+
 def test_an_illegal_value_says_why(server: str, open_page: Open) -> None:
     page = open_page(server + "/" + SMALL)
     gathers = page.get_by_role("combobox", name="Gathers", include_hidden=True)

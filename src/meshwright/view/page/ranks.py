@@ -44,5 +44,5 @@ def note(world: int, drawn: int, axes: list[dict[str, Any]]) -> str:
     if not axes:
         return "One rank: no groups."
     inside = [one["axis"] for one in axes if one["level"] == axes[0]["level"]]
-    words = f"{world:,} ranks; choose one to see its groups. {', '.join(inside)} stay on {axes[0]['level']} links."
+    words = f"{world:,} ranks; choose one to see its groups. Groups on {axes[0]['level']} links: {', '.join(inside)}."
     return words if drawn == world else f"{words} The first {drawn:,} ranks are drawn."

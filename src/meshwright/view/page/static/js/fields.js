@@ -149,10 +149,12 @@ export function picker(label, pick) {
   };
   const typed = () => entries.find((e) => e.name === input.value.trim());
   const matching = () => entries.find((e) => input.value.trim().toLowerCase().split(/\s+/).every((part) => `${e.name} ${e.about ?? ""}`.toLowerCase().includes(part)));
-  const input = h("input", { type: "text", id, list: list.id, autocomplete: "off", spellcheck: "false", oninput: () => take(typed()), onfocus: () => { input.placeholder = current; input.value = ""; },
-    onblur: () => { input.value = current; }, onkeydown: (event) => event.key === "Enter" && (event.preventDefault(), input.value && take(typed() ?? matching())) });
+  const input = h("input", { type: "text", id, list: list.id, autocomplete: "off", spellcheck: "false", oninput: () => { why.fail(""); take(typed()); }, onfocus: () => { input.placeholder = current; input.value = ""; },
+    onblur: () => { input.value = current; why.fail(""); }, onkeydown: (event) => event.key === "Enter" && (event.preventDefault(), input.value && enter(typed() ?? matching())) });
+  const why = complaint(input);
+  const enter = (found) => (found ? take(found) : why.fail("No name in the catalog has these words"));
   return {
-    node: h("div", { class: "field" }, h("label", { for: id }, label), input, list, about),
+    node: h("div", { class: "field" }, h("label", { for: id }, label), input, list, about, why.node),
     follow(found, name) {
       if (entries !== found) clear(list).append(...found.map((e) => h("option", { value: e.name }, e.about ?? "")));
       [entries, current] = [found, name];

@@ -9,6 +9,7 @@ import * as state from "meshwright/state.js";
 const STORED = "meshwright-course";
 const texts = new Map(); // chapters that were read, by key
 let built = null; // the chapter on the page, or on its way: { key, width, node }
+let turned = false; // a button led to the chapter: the keyboard goes on at its title
 
 export const view = {
   name: "learn",
@@ -22,6 +23,7 @@ export const view = {
   draw(element, _, context) {
     const key = context.options.chapter ?? progress().last ?? "", width = element.clientWidth;
     const go = (chapter) => {
+      turned = true;
       context.setOptions({ chapter });
       document.getElementById("view").scrollIntoView({ block: "start" });
     };
@@ -32,7 +34,10 @@ export const view = {
       texts.set(key, data).set(data.chapter.key, data);
       now.key = data.chapter.key;
       remember({ last: now.key });
-      if (built === now) now.node.replaceChildren(...page(data, go));
+      if (built !== now) return;
+      now.node.replaceChildren(...page(data, go));
+      if (turned) now.node.querySelector("h2").focus({ preventScroll: true });
+      turned = false;
     };
     if (texts.has(key)) show(texts.get(key));
     else ask(key ? { chapter: key } : {}).then(show, (error) => { now.key = null; now.node.replaceChildren(h("div", null, refusal(error.error ?? { what: String(error) }), h("button", { type: "button", onclick: () => go(null) }, "To the course"))); });
@@ -77,7 +82,7 @@ function page({ contents, chapter }, go) {
     ...contents.map((one) => h("section", null, h("h3", null, one.part), h("ol", null, one.chapters.map(({ key, title }) => h("li", null, h("button", { type: "button", "aria-current": key === chapter.key ? "step" : null, onclick: () => go(key) }, title, isDone(key) ? h("span", { class: "tone-good", "aria-label": "answered" }, " ✓") : "")))))));
   drawList();
   const step = (by, words) => (all[at + by] ? h("button", { type: "button", class: by > 0 ? "primary" : null, onclick: () => go(all[at + by].key) }, words(all[at + by].title)) : null);
-  const article = h("article", { class: "chapter", dataset: { chapter: chapter.key } }, h("p", { class: "sentence" }, `${part} · chapter ${at + 1} of ${all.length}`), h("h2", null, chapter.title),
+  const article = h("article", { class: "chapter", dataset: { chapter: chapter.key } }, h("p", { class: "sentence" }, `${part} · chapter ${at + 1} of ${all.length}`), h("h2", { tabindex: "-1" }, chapter.title),
     ...chapter.blocks.map((block) => DRAWN[block.kind](block, chapter.key, go, drawList)), h("div", { class: "controls" }, step(-1, (title) => `← ${title}`), step(1, (title) => `${title} →`)));
   return [list, article];
 }
