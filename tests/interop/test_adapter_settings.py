@@ -9,6 +9,7 @@ from meshwright.describe.config import configure
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import read_settings
 from meshwright.interop.frameworks import FRAMEWORKS, READABLE
+from meshwright.interop.migrate import migrate_file
 from meshwright.interop.reading import understand
 from meshwright.interop.write import check_runnable, settings_of
 
@@ -67,8 +68,9 @@ def test_a_framework_without_adapters_is_refused() -> None:
     target = FRAMEWORKS["deepspeed"]
     sets = ["plan.shard=8", "plan.zero=3", "workload.batch=64", "adapter.rank=8"]
     config = configure("llama3-8b", "dgx-h100", stack=target.stack, set=sets)
-    with pytest.raises(MeshwrightError, match=r"MW-LAUNCH-005.*adapter\.rank = 8"):
+    with pytest.raises(MeshwrightError, match=r"MW-LAUNCH-005.*adapter\.rank = 8") as error:
         check_runnable(config, target)
+    assert error.value.fix == "--for meshwright"  # no other plan of this framework has adapters
 
 
 def test_a_plan_of_settings_has_their_adapter(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -79,3 +81,6 @@ def test_a_plan_of_settings_has_their_adapter(tmp_path) -> None:  # type: ignore
     )
     reading = read_settings(file, gpus=8)
     assert reading.shape.model.trained == 41_943_040
+    assert not [
+        key for key in migrate_file(file, None, FRAMEWORKS["automodel"], gpus=8).lost if "trained" in key.target
+    ]

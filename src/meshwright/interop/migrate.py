@@ -328,6 +328,8 @@ def account(result: Migration, wanted: Config, merged: Mapping[str, Any]) -> Non
             listed.update(fields)
             words = [instead(result.target, name, changed[name]) for name in fields]
             for fact in facts:  # that no plan has
+                if fact == "adapter_kind" and back.get("adapters"):
+                    continue  # LoRA and QLoRA differ in the base, which other keys state
                 if not fields_of(fact) and understood.stated.get(fact) not in (None, back.get(fact, False)):
                     words.append(INSTEAD.get(fact, f"{result.target.title} has no such key"))
             line = MigratedKey(key, value, "; ".join(dict.fromkeys(words)) or target_keys(result, facts))

@@ -211,7 +211,9 @@ def check_runnable(config: Config, framework: Framework, tolerated: Sequence[str
             "MW-LAUNCH-005",
             f"settings of {framework.title} cannot express {shown}",
             why="It would train another plan than the one that was predicted",
-            fix=_other_question(config, framework),
+            fix=f"--for {OURS}"
+            if any(field.startswith("adapter.") for field in lost)
+            else _other_question(config, framework),
         )
 
 
