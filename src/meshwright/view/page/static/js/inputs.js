@@ -16,7 +16,10 @@ let form = null, problems = null;
 
 const plan = (field) => state.get().plan[field] ?? catalog.fields.plan[field].default;
 const workload = (field) => state.get().workload[field] ?? catalog.fields.workload[field].default;
-const adapter = (field) => state.get().adapter?.[field] ?? catalog.fields.adapter[field].default;
+const adapter = (field) => {
+  const value = state.get().adapter?.[field] ?? catalog.fields.adapter[field].default;
+  return field === "targets" ? [value].flat() : value; // a file may have one name instead of a list
+};
 const about = (section, field) => catalog.fields[section]?.[field]?.about ?? "";
 const nameOf = (part) => (typeof part === "string" ? part : part.name ?? part.extends ?? "own");
 
