@@ -32,6 +32,19 @@ def test_prepare_and_show(capsys, tmp_path):
     assert "MW-DATA-004" in run(capsys, "show", out, "--verify", code=2)
 
 
+def test_conversations_are_prepared_and_shown(capsys, tmp_path):
+    rows = [{"prompt": "12345", "completion": "ab"}, {"prompt": "x", "completion": "y"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--tokenizer", "bytes", "--out", tmp_path / "chats", "--template", "plain", "--workers", 1)
+    run(capsys, "prepare", tmp_path / "a.jsonl", *options)
+    assert "10.6% of the tokens" in run(capsys, "show", tmp_path / "chats", "--verify")  # 3 + 2 of 26 + 21
+    refused = run(
+        capsys, "prepare", tmp_path / "a.jsonl", *options[:3], tmp_path / "other", "--template", "chatml", code=2
+    )
+    assert "MW-DATA-018" in refused
+    assert "--template plain" in refused
+
+
 def test_bad_input_is_a_clear_error(capsys, tmp_path):
     missing = ("prepare", tmp_path / "missing.txt", "--tokenizer", "bytes", "--out", tmp_path / "out")
     assert "MW-DATA-010" in run(capsys, *missing, code=2)

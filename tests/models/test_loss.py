@@ -35,6 +35,14 @@ def test_chunks_give_the_loss_and_gradients_of_whole_logits(monkeypatch, rows):
         assert torch.allclose(ours, theirs, rtol=1e-13, atol=1e-15)
 
 
+def test_tokens_without_a_target_add_nothing():
+    x, weight, target = inputs()
+    nothing = Targets(torch.full_like(target, IGNORED), torch.tensor(0.5, dtype=torch.float64))
+    for total in (linear_cross_entropy(x, weight, nothing), cross_entropy(x @ weight.T, nothing.target_BS)):
+        assert total.item() == 0
+        assert all(not g.any() for g in torch.autograd.grad(total, (x, weight)))
+
+
 def test_a_frozen_projection_and_an_evaluation_have_no_gradient_of_the_weight():
     x, weight, target = inputs()
     targets = Targets(target, torch.tensor(1.0, dtype=torch.float64))

@@ -48,7 +48,7 @@ def test_a_text_file_cut_into_pieces_of_any_size_has_the_same_documents(tmp_path
     (tmp_path / "a.txt").write_bytes(text.encode())
     (file,) = source_files([tmp_path / "a.txt"])
     joined, whole, before = [], "", 0
-    for part, ended, read in texts_of(file, Reading(document=kind), size):
+    for part, ended, read, _ in texts_of(file, Reading(document=kind), size):
         assert before < read <= file.size
         before = read
         whole += part

@@ -24,6 +24,8 @@ def prepare_command(
     format: str = "auto",
     split: str = "",
     end_token: str = "",
+    template: str = "",
+    learn: str = "assistant",
     workers: int = 0,
     json: bool = False,
 ) -> None:
@@ -43,6 +45,8 @@ def prepare_command(
             format=format,
             split=split,
             end_token=end_token,
+            template=template,
+            learn=learn,
             workers=workers,
             listen=lambda done, total: set_share(done / max(total, 1)),
         )

@@ -6,6 +6,7 @@ source with the share p has K·p, to within one for each source. So a sample tha
     packed       sequence j has the inputs t[jS … jS + S − 1] and the targets t[jS + 1 … jS + S] of the stream t of all documents
     not packed   each document alone, cut into pieces of S and padded
     masks        the target that is the first token of another document is ignored
+    learned      of conversations, a target that is not learned is ignored
 """
 
 from collections import Counter
@@ -21,16 +22,20 @@ MOST_TOKENS = 2**23  # of a source that is read whole
 Rows = Iterator[np.ndarray]
 
 
-def stream(part: Documents) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of all documents, one after the other, and the number of the document of each."""
+def stream(part: Documents) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The tokens of all documents, one after the other, the number of the document of each, and whether it is learned."""
     lengths = np.diff(part.ends)
-    documents = [part.file.tokens[a : a + n] for a, n in zip(part.starts, lengths, strict=True)]
-    return np.concatenate(documents).astype(np.int64), np.repeat(np.arange(len(lengths)), lengths)
+    learned = np.ones(len(part.file.tokens)) if part.file.learned is None else part.file.learned
+    tokens, mask = (
+        np.concatenate([array[a : a + n] for a, n in zip(part.starts, lengths, strict=True)])
+        for array in (part.file.tokens, learned)
+    )
+    return tokens.astype(np.int64), np.repeat(np.arange(len(lengths)), lengths), mask == 1
 
 
 def windows(part: Documents, seq: int, pack: bool, masked: bool) -> Rows:
     """Every sequence of a source: inputs, targets and, with document masks, document numbers from 0 on."""
-    tokens, numbers = stream(part)
+    tokens, numbers, learned = stream(part)
     cuts = [(0, len(tokens))] if pack else zip(part.ends[:-1], part.ends[1:], strict=True)
     for first, end in cuts:
         for start in range(first, end - 1, seq):
@@ -39,6 +44,7 @@ def windows(part: Documents, seq: int, pack: bool, masked: bool) -> Rows:
                 break  # the last, incomplete sequence of the stream
             size, row = stop - start, np.zeros((3, seq), np.int64)
             row[0, :size], row[1, :size], row[1, size:] = tokens[start:stop], tokens[start + 1 : stop + 1], IGNORED
+            row[1, :size][~learned[start + 1 : stop + 1]] = IGNORED
             row[2, :size] = numbers[start:stop] - numbers[start]
             row[2, size:] = numbers[stop] - numbers[start] + 1
             if masked:

@@ -27,7 +27,7 @@ def contents(path: str | Path, samples: int = 3, tokenizer: str = "") -> Json:
         "tokens": len(file.tokens),
         "documents": file.documents,
         "dtype": file.tokens.dtype.name,
-        "bytes": file.tokens.nbytes + file.offsets.nbytes,
+        "bytes": file.tokens.nbytes + file.offsets.nbytes + (0 if file.learned is None else file.learned.nbytes),
         "tokenizer": header.tokenizer if header else None,
         "tokenizer_hash": header.tokenizer_hash if header else None,
         "vocabulary": header.vocabulary if header else None,
@@ -35,6 +35,7 @@ def contents(path: str | Path, samples: int = 3, tokenizer: str = "") -> Json:
         "options": header.options if header else {},
         "sources": header.sources if header else [],
         "document_tokens": document_lengths(file),
+        "learned_share": None if file.learned is None else np.count_nonzero(file.learned) / len(file.tokens),
         "samples": [sample_of(file, int(d), reader) for d in chosen],
     }
 
@@ -76,6 +77,7 @@ def page(found: Json) -> RenderableType:
             "length",
             f"median {lengths['median']:,.0f}, 90% below {lengths['p90']:,.0f}, longest {lengths['largest']:,.0f}",
         ),
+        *([("learned", f"{share:.1%} of the tokens")] if (share := found["learned_share"]) is not None else []),
         ("stored as", f"{found['dtype']}, {format_decimal_bytes(found['bytes'])}"),
         ("tokenizer", f"{found['tokenizer']}  {found['tokenizer_hash'][:12]}" if found["tokenizer"] else "not stored"),
         ("vocabulary", f"{found['vocabulary']:,}" if found["vocabulary"] else ""),

@@ -20,6 +20,8 @@ and the last token of a document has no target: its next token belongs to anothe
 
 Not packed: a sequence is one document, cut into pieces of S where it is longer and padded where it is shorter.
 
+Of conversations, only learned tokens are targets; the loss is the mean over all targets of the step, wherever they are.
+
 Batches prepared ahead of the step that needs them, by one thread.
 
 The thread reads the memory-mapped tokens of the next steps, stacks them and, for a GPU, copies them into pinned memory,
@@ -129,7 +131,7 @@ class Sequences:
         self.count = documents.sequences(seq, pack)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
-        tokens, numbers = self._packed(index) if self.pieces is None else self._piece(index)
+        tokens, numbers, learned = self.documents.window(*self._bounds(index))
         if tokens.max() >= self.vocabulary or tokens.min() < 0:
             raise MeshwrightError(
                 "MW-DATA-006",
@@ -140,6 +142,8 @@ class Sequences:
         inputs, targets = (np.zeros(self.seq, np.int64), np.full(self.seq, IGNORED, np.int64))
         known = len(tokens) - 1
         inputs[:known], targets[:known] = tokens[:-1], tokens[1:]
+        if learned is not None:
+            targets[:known][learned[1:] == 0] = IGNORED
         if not self.masked:
             return inputs, targets
         targets[:known][numbers[1:] != numbers[:-1]] = IGNORED
@@ -147,15 +151,13 @@ class Sequences:
         documents[:known] = numbers[:-1]
         return inputs, targets, documents
 
-    def _packed(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.documents.window(index * self.seq, (index + 1) * self.seq + 1)
-
-    def _piece(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """One piece of one document, with the token that follows it."""
-        assert self.pieces is not None
+    def _bounds(self, index: int) -> tuple[int, int]:
+        """Where a sequence begins in the stream, and where the token after it ends: all tokens, or a piece of one document."""
+        if self.pieces is None:
+            return index * self.seq, (index + 1) * self.seq + 1
         document = int(np.searchsorted(self.pieces, index, "right")) - 1
         start = int(self.documents.ends[document]) + (index - int(self.pieces[document])) * self.seq
-        return self.documents.window(start, min(start + self.seq + 1, int(self.documents.ends[document + 1])))
+        return start, min(start + self.seq + 1, int(self.documents.ends[document + 1]))
 
 
 class TokenSamples:

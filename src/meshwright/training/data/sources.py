@@ -200,19 +200,23 @@ class Documents:
     def lengths(self) -> np.ndarray:
         return np.diff(self.ends)
 
-    def window(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens start … stop − 1 of the stream, and the number of the document of each, from 0 on."""
+    def window(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Tokens start … stop − 1 of the stream, the number of the document of each, from 0 on, and which are learned (None: all)."""
         first = int(np.searchsorted(self.ends, start, "right")) - 1
         last = int(np.searchsorted(self.ends, stop, "left"))
         edges = np.clip(np.asarray(self.ends[first : last + 1], dtype=np.int64), start, stop)
-        numbers = np.repeat(np.arange(last - first, dtype=np.int32), np.diff(edges))
-        if self.whole:
-            return np.asarray(self.file.tokens[start:stop]).astype(np.int64), numbers
-        begins = np.asarray(self.starts[first:last]) + edges[:-1] - np.asarray(self.ends[first:last])
-        parts = [
-            self.file.tokens[b : b + n] for b, n in zip(begins.tolist(), np.diff(edges).tolist(), strict=True) if n
-        ]
-        return np.concatenate(parts).astype(np.int64), numbers
+        lengths = np.diff(edges)
+        numbers = np.repeat(np.arange(last - first, dtype=np.int32), lengths)
+        parts = [(start, stop - start)]
+        if not self.whole:
+            begins = np.asarray(self.starts[first:last]) + edges[:-1] - np.asarray(self.ends[first:last])
+            parts = [(b, n) for b, n in zip(begins.tolist(), lengths.tolist(), strict=True) if n]
+        tokens, learned = (
+            None if array is None else np.concatenate([array[b : b + n] for b, n in parts])
+            for array in (self.file.tokens, self.file.learned)
+        )
+        assert tokens is not None
+        return tokens.astype(np.int64), numbers, learned
 
     def pieces(self, seq: int) -> np.ndarray:
         """The number of sequences before each document, if a sequence never contains parts of two documents."""

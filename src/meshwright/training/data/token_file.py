@@ -3,7 +3,8 @@
     tokens.bin       all tokens, one document after the other: a flat array of the smallest unsigned type that holds the
                      vocabulary (8, 16 or 32 bits, little-endian)
     documents.bin    document d is tokens[offsets[d] : offsets[d + 1]]: documents + 1 offsets of 64 bits
-    header.json      version, types, counts, vocabulary, tokenizer with its hash, and the hashes of the two arrays
+    learned.bin      of conversations: one byte per token, 1 if it is learned; without this file all are
+    header.json      version, types, counts, vocabulary, tokenizer with its hash, and the hashes of the arrays
     tokenizer.json   a copy of the tokenizer, so that samples can be decoded; absent for bytes
 
 The arrays are memory-mapped: opening a file of any size takes milliseconds, ranks on one host share its pages, and only pages that
@@ -101,6 +102,7 @@ def damaged_pair(path: Path, why: str) -> MeshwrightError:
 
 FORMAT, VERSION = "meshwright tokens", 1
 HEADER, TOKENS, DOCUMENTS, TOKENIZER = "header.json", "tokens.bin", "documents.bin", "tokenizer.json"
+LEARNED = "learned.bin"
 DTYPES = ("uint8", "uint16", "uint32")
 BLOCK = 1 << 24  # bytes, or offsets, read at a time
 HEADER_LIMIT = 50_000_000  # bytes
@@ -134,6 +136,7 @@ class TokenFile:
     tokens: np.ndarray
     offsets: np.ndarray
     header: Header | None = None
+    learned: np.ndarray | None = None  # 1 for each token that is a target; None: all are
 
     @property
     def documents(self) -> int:
@@ -183,7 +186,8 @@ def _open_folder(folder: Path) -> TokenFile:
         raise damaged(folder, "It contains no tokens")
     if offsets[0] != 0 or offsets[-1] != header.tokens:
         raise damaged(folder, f"The offsets in {DOCUMENTS} do not cover the {header.tokens:,} tokens")
-    return TokenFile(folder.name, tokens, offsets, header)
+    learned = _mapped(folder / LEARNED, np.dtype("uint8"), header.tokens) if LEARNED in header.hashes else None
+    return TokenFile(folder.name, tokens, offsets, header, learned)
 
 
 def read_header(folder: Path) -> Header:
@@ -245,9 +249,9 @@ def check_offsets(file: TokenFile) -> None:
 
 
 def verify_hashes(folder: Path) -> None:
-    """Raise if the arrays are not those that `prepare` wrote; reads both in full."""
+    """Raise if the arrays are not those that `prepare` wrote; reads them in full."""
     header = read_header(folder)
-    for name in (TOKENS, DOCUMENTS):
+    for name in (TOKENS, DOCUMENTS, *(LEARNED,) * (LEARNED in header.hashes)):
         if file_hash(folder / name) != header.hashes.get(name):
             raise damaged(folder / name, "Its content has changed since it was written: the hash differs")
 

@@ -19,13 +19,15 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>",
 
 
 class Tokenizer(Protocol):
-    """`vocabulary` is one more than the largest token; `end` closes a document, None: documents have no last token."""
+    """`vocabulary` is one more than the largest token; `end` closes a document, None: documents have no last token.
+    Offsets are the first character of each token, and the one after its last."""
 
     name: str
     vocabulary: int
     end: int | None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
 
 
@@ -57,6 +59,11 @@ class ByteTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        starts = [np.repeat(np.arange(len(text)), [len(c.encode("utf-8")) for c in text]) for text in texts]
+        offsets = [np.stack((start, start + 1), 1) for start in starts]
+        return list(zip(self.encode(texts), offsets, strict=True))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(int(t) for t in tokens).decode("utf-8", errors="replace")
@@ -100,6 +107,10 @@ class FileTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.array(e.ids, np.int64) for e in self._encode(list(texts), add_special_tokens=False)]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        encoded = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(np.array(e.ids, np.int64), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode([int(t) for t in tokens], skip_special_tokens=False)

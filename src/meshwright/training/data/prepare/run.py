@@ -1,11 +1,11 @@
 """Run a preparation: read the sources in order, tokenize their texts batch by batch, and append the tokens to the token file.
 
     OUT/partial/job.json                      what is being prepared: sources, tokenizer, options
-    OUT/partial/tokens.bin, documents.bin     the arrays so far
+    OUT/partial/tokens.bin, documents.bin     the arrays so far; of conversations also learned.bin
     OUT/partial/done.json                     how much of them is complete: batches, tokens, documents
 
 A tokenizer file encodes the texts of a batch on all cores. An interrupted run continues after the last complete batch when the same command
-is given again. At the end the two arrays are moved to OUT and header.json is written last; nothing that was there before is overwritten.
+is given again. At the end the arrays are moved to OUT and header.json is written last; nothing that was there before is overwritten.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ import numpy as np
 from meshwright.errors import MeshwrightError, cannot_write, unknown
 from meshwright.host import replace_file
 from meshwright.training.data.prepare import texts
+from meshwright.training.data.prepare.chat import Spans, check_template, learned_tokens
 from meshwright.training.data.prepare.texts import Reading, SourceFile, source_files, texts_of
 from meshwright.training.data.token_file import (
     DOCUMENTS,
     HEADER,
+    LEARNED,
     TOKENIZER,
     TOKENS,
     Header,
@@ -47,10 +49,12 @@ Listen = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 class TextBatch(NamedTuple):
-    """Some texts, whether a document ends with each, and the bytes of all sources that were read until the end of the last."""
+    """Some texts, whether a document ends with each, the learned parts of each, and the bytes of all sources that were read until the end
+    of the last."""
 
     texts: list[str]
     ended: list[bool]
+    learned: list[Spans]
     read: int
 
 
@@ -64,24 +68,29 @@ def prepare(
     format: str = "auto",
     split: str = "",
     end_token: str = "",
+    template: str = "",
+    learn: str = "assistant",
     workers: int = 0,
     batch: int = BATCH,
     listen: Listen | None = None,
 ) -> Header:
     """Tokenize sources into a token file and return its header. Raises before it writes anything if a source, the tokenizer or the
-    output folder cannot be used. `workers`: threads of the tokenizer; 0: as many as there are cores."""
+    output folder cannot be used. With a `template` the rows are conversations, which end as it ends them: an end token follows only if
+    `end_token` names one. `workers`: threads of the tokenizer; 0: as many as there are cores."""
     check_choices(document, format)
     if workers:
         os.environ["RAYON_NUM_THREADS"] = str(workers)  # read when a tokenizer first encodes
     out, files = Path(out), source_files(sources, format, split)
-    opened = open_tokenizer(tokenizer, end_token)
-    reading = Reading(field, document)
+    opened = open_tokenizer(tokenizer, end_token or ("none" if template else ""))
+    reading = Reading(field, document, template, learn)
+    if template:
+        check_template(template, learn, opened)
     header = {
         "vocabulary": opened.vocabulary,
         "end_token": opened.end,
         "tokenizer": opened.name,
         "tokenizer_hash": tokenizer_hash(tokenizer),
-        "options": asdict(reading),
+        "options": reading.options(),
         "sources": [[Path(file.path).name, file.size] for file in files],
     }
     if (found := finished_header(out, header)) is not None:
@@ -108,31 +117,41 @@ def check_choices(document: str, format: str) -> None:
 
 def batches(files: Iterable[SourceFile], reading: Reading, size: int) -> Iterator[TextBatch]:
     """The texts of all files, in batches of at least `size` characters. They depend on nothing but the files and the options."""
-    batch, length, before = TextBatch([], [], 0), 0, 0
+    batch, length, before = TextBatch([], [], [], 0), 0, 0
     for file in files:
-        for text, ended, read in texts_of(file, reading, min(size, texts.PIECE)):
+        for text, ended, read, learned in texts_of(file, reading, min(size, texts.PIECE)):
             batch.texts.append(text)
             batch.ended.append(ended)
+            batch.learned.append(learned)
             length += len(text)
             if length >= size:
                 yield batch._replace(read=before + read)
-                batch, length = TextBatch([], [], 0), 0
+                batch, length = TextBatch([], [], [], 0), 0
         before += file.size
     if batch.texts:
         yield batch._replace(read=before)
 
 
-def encode(batch: TextBatch, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a batch, each document with the end token, and where documents end; the last one may end in a later batch."""
+def encode(batch: TextBatch, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The tokens of a batch, each document with the end token; where documents end, of which the last may end in a later batch; and which
+    tokens of conversations are learned: the end token is."""
     dtype = smallest_dtype(tokenizer.vocabulary)
     closing = np.array([] if tokenizer.end is None else [tokenizer.end], dtype)
     parts: list[np.ndarray] = []
+    masks = [np.empty(0, np.uint8)]
+    if any(batch.learned):
+        pairs = tokenizer.encode_with_offsets(batch.texts)
+        encoded = [tokens for tokens, _ in pairs]
+        for (_, offsets), spans in zip(pairs, batch.learned, strict=True):
+            masks += [learned_tokens(offsets, spans), np.ones(len(closing), np.uint8)]
+    else:
+        encoded = tokenizer.encode(batch.texts)
     ends, length = [], 0
-    for tokens, ended in zip(tokenizer.encode(batch.texts), batch.ended, strict=True):
+    for tokens, ended in zip(encoded, batch.ended, strict=True):
         parts += [tokens.astype(dtype, copy=False), closing[: len(closing) * ended]]
         length += len(tokens) + len(closing) * ended
         ends += [length] * ended
-    return np.concatenate(parts), np.array(ends, "<i8")
+    return np.concatenate(parts), np.array(ends, "<i8"), np.concatenate(masks)
 
 
 class OutputFolder:
@@ -141,6 +160,7 @@ class OutputFolder:
     def __init__(self, path: Path, job: Json, dtype: np.dtype) -> None:
         self.path, self.job, self.dtype = path, job, dtype
         self.partial = path / PARTIAL
+        self.arrays = (TOKENS, DOCUMENTS, LEARNED) if "template" in job["options"] else (TOKENS, DOCUMENTS)
         self.lock: BinaryIO | None = None
         self.done = {"batches": 0, "tokens": 0, "documents": 0, "largest_token": 0}
 
@@ -170,7 +190,7 @@ class OutputFolder:
             shutil.rmtree(self.partial, ignore_errors=True)
             with suppress(OSError):  # a folder of the user's
                 self.path.rmdir()
-        for file in (self.tokens, self.ends, self.lock):
+        for file in (*self.files.values(), self.lock):
             assert file is not None
             file.close()
 
@@ -199,19 +219,21 @@ class OutputFolder:
         """Open the arrays without what an interrupted batch wrote. Those that an interrupted `finish` has moved come back."""
         if (self.partial / "done.json").is_file():
             self.done = json.loads((self.partial / "done.json").read_text("utf-8"))
-        for name in (TOKENS, DOCUMENTS):
+        for name in self.arrays:
             if (self.path / name).is_file():
                 os.replace(self.path / name, self.partial / name)
-        self.tokens, self.ends = ((self.partial / name).open("ab") for name in (TOKENS, DOCUMENTS))
-        self.tokens.truncate(self.done["tokens"] * self.dtype.itemsize)
-        self.ends.truncate(8 * (self.done["documents"] + 1))  # a new file gets its first offset, 0
+        self.files = {name: (self.partial / name).open("ab") for name in self.arrays}
+        self.files[TOKENS].truncate(self.done["tokens"] * self.dtype.itemsize)
+        self.files[DOCUMENTS].truncate(8 * (self.done["documents"] + 1))  # a new file gets its first offset, 0
+        if LEARNED in self.files:
+            self.files[LEARNED].truncate(self.done["tokens"])
 
-    def append(self, tokens: np.ndarray, ends: np.ndarray) -> None:
-        """Add the tokens of a batch, and where documents end in it; once it is on the disk, count it as done."""
+    def append(self, tokens: np.ndarray, ends: np.ndarray, learned: np.ndarray) -> None:
+        """Add the tokens of a batch, where documents end in it, and which are learned; once it is on the disk, count it as done."""
         done = self.done
-        self.tokens.write(tokens.tobytes())
-        self.ends.write((done["tokens"] + ends).astype("<i8").tobytes())
-        for file in (self.tokens, self.ends):
+        arrays = (tokens, (done["tokens"] + ends).astype("<i8"), learned)
+        for file, array in zip(self.files.values(), arrays, strict=False):
+            file.write(array.tobytes())
             file.flush()
             os.fsync(file.fileno())
         self.done = {
@@ -227,9 +249,9 @@ class OutputFolder:
         counts: Json = {name: count for name, count in self.done.items() if name != "batches"}
         if not counts["tokens"]:
             raise MeshwrightError("MW-DATA-017", "the sources contain no text", why="No token was written")
-        hashes = {name: file_hash(self.partial / name) for name in (TOKENS, DOCUMENTS)}
+        hashes = {name: file_hash(self.partial / name) for name in self.arrays}
         made = Header(dtype=self.dtype.name, hashes=hashes, **counts, **header)
-        for name in (TOKENS, DOCUMENTS):
+        for name in self.arrays:
             os.replace(self.partial / name, self.path / name)
         if tokenizer != BYTES:
             shutil.copyfile(tokenizer, self.path / TOKENIZER)

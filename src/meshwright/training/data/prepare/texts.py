@@ -11,13 +11,15 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from meshwright.errors import MeshwrightError, kind_of
+from meshwright.training.data.prepare.chat import FORMS, Spans, chat_text, form_of
 from meshwright.training.data.tokenizer import package
+from meshwright.units import Json
 
 TEXT, JSONL, PARQUET, ARROW = "text", "jsonl", "parquet", "arrow"
 FORMATS = (TEXT, JSONL, PARQUET, ARROW)
@@ -110,25 +112,40 @@ DOCUMENTS = ("line", "blank-line", "file")  # what a document of a text file is
 
 @dataclass(frozen=True)
 class Reading:
-    """Options of reading documents: the field of JSON lines and tables, and what a document of a text file is."""
+    """Options of reading documents: the field of JSON lines and tables, and what a document of a text file is. With a template, the rows
+    are conversations."""
 
     field: str = "text"
     document: str = "file"
+    template: str = ""
+    learn: str = "assistant"
+
+    def options(self) -> Json:
+        """What the header of a token file stores."""
+        names = ("template", "learn") if self.template else ("field", "document")
+        return {name: getattr(self, name) for name in names}
 
 
 class SourceText(NamedTuple):
-    """A text of a source file: whether a document ends with it, and the bytes of the file that were read until its end."""
+    """A text of a source file: whether a document ends with it, the bytes of the file that were read until its end, and the learned parts of
+    a conversation."""
 
     text: str
     ended: bool
     read: int
+    learned: Spans = ()
 
 
 def texts_of(file: SourceFile, reading: Reading, piece: int = PIECE) -> Iterator[SourceText]:
     """The texts of a file. One that does not end its document continues in the next."""
+    if reading.template and file.format == TEXT:
+        why = "Conversations are rows of JSON lines, Parquet or Arrow"
+        raise MeshwrightError(
+            "MW-DATA-010", f"'{file.path}' is text", why=why, fix="--format jsonl, if it is JSON lines"
+        )
     try:
         if file.format in (PARQUET, ARROW):
-            yield from table_texts(file, reading.field)
+            yield from table_texts(file, reading)
         else:
             with open(file.path, "rb") as stream:
                 yield from line_texts(stream, file, reading, piece)
@@ -148,8 +165,12 @@ def line_texts(stream: BinaryIO, file: SourceFile, reading: Reading, piece: int)
             yield SourceText(text, last, read)
         elif text.strip():
             text = text.strip("\r\n")
-            text = json_text(text, f"{file.path}:{line}", reading.field) if file.format == JSONL else text
-            yield SourceText(text, True, read)
+            where, learned = f"{file.path}:{line}", Spans()
+            if reading.template:
+                text, learned = chat_text(json_row(text, where), where, reading.template, reading.learn)
+            elif file.format == JSONL:
+                text = json_text(text, where, reading.field)
+            yield SourceText(text, True, read, learned)
 
 
 def line_groups(stream: BinaryIO, kind: str, piece: int) -> Iterator[tuple[int, bytes, bool]]:
@@ -182,24 +203,34 @@ def decoded(data: bytes, path: str, line: int, start: int) -> str:
         ) from None
 
 
-def json_text(text: str, where: str, field: str) -> str:
-    """The text in one line of JSON."""
+def json_row(text: str, where: str) -> Any:
     try:
-        row = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         why = f"One object on each line: {error}"[:200]
         raise MeshwrightError("MW-DATA-012", f"{where} is not JSON", why=why) from None
+
+
+def json_text(text: str, where: str, field: str) -> str:
+    """The text in one line of JSON."""
+    row = json_row(text, where)
     if not isinstance(row, dict) or field not in row:
         names = [str(name)[:40] for name in row][:20] if isinstance(row, dict) else []
         raise MeshwrightError(
             "MW-DATA-012",
             f"{where} has no field '{field}'",
             valid=names,
-            fix=f"--field {next((n for n in names if isinstance(row[n], str)), 'NAME')}" if names else "",
+            fix=chat_fix(names)
+            or (f"--field {next((n for n in names if isinstance(row[n], str)), 'NAME')}" if names else ""),
         )
     if not isinstance(row[field], str):
         raise MeshwrightError("MW-DATA-012", f"{where}: the field '{field}' is {kind_of(row[field])}, not text")
     return row[field]
+
+
+def chat_fix(names: Iterable[str]) -> str:
+    """The fix for rows that have a conversation and no text."""
+    return "--template chatml, or the template of your model" if form_of(names) else ""
 
 
 def unreadable(path: str, error: Exception) -> MeshwrightError:
@@ -210,26 +241,30 @@ def unreadable(path: str, error: Exception) -> MeshwrightError:
 # Tables: Parquet and Arrow
 
 
-def table_texts(file: SourceFile, field: str) -> Iterator[SourceText]:
-    """The texts in one column of a table; empty rows are left out."""
-    read = 0
+def table_texts(file: SourceFile, reading: Reading) -> Iterator[SourceText]:
+    """The texts in one column of a table, where empty rows are left out; or its conversations."""
+    read = number = 0
     try:
-        for batch in record_batches(file, field):
+        for batch in record_batches(file, reading):
             read = min(read + batch.nbytes, file.size)
-            column = batch.column(batch.schema.get_field_index(field))
-            yield from (SourceText(text, True, read) for text in column.to_pylist() if text)
+            for row in batch.to_pylist():
+                number += 1
+                if reading.template:
+                    text, learned = chat_text(row, f"{file.path}, row {number}", reading.template, reading.learn)
+                    yield SourceText(text, True, read, learned)
+                elif row[reading.field]:
+                    yield SourceText(row[reading.field], True, read)
     except MeshwrightError:
         raise
     except Exception as error:  # pyarrow raises many kinds
         raise unreadable(file.path, error) from None
 
 
-def record_batches(file: SourceFile, field: str) -> Iterator[Any]:
-    """The record batches of a Parquet file, of an Arrow file, or of the stream that `datasets` writes."""
+def record_batches(file: SourceFile, reading: Reading) -> Iterator[Any]:
+    """The record batches of a Parquet file, of an Arrow file, or of the stream that `datasets` writes: the columns that are read."""
     if file.format == PARQUET:
         table = package("pyarrow.parquet", "A Parquet file").ParquetFile(file.path)
-        check_column(table.schema_arrow, file.path, field)
-        yield from table.iter_batches(columns=[field])
+        yield from table.iter_batches(columns=columns_of(table.schema_arrow, file.path, reading))
         return
     ipc, arrow = package("pyarrow.ipc", "An Arrow file"), package("pyarrow", "An Arrow file")
     source = arrow.memory_map(file.path)
@@ -239,18 +274,31 @@ def record_batches(file: SourceFile, field: str) -> Iterator[Any]:
     except arrow.ArrowInvalid:
         source.seek(0)
         batches = reader = ipc.open_stream(source)
-    check_column(reader.schema, file.path, field)
-    yield from batches
+    columns = columns_of(reader.schema, file.path, reading)
+    yield from (batch.select(columns) for batch in batches)
 
 
-def check_column(schema: Any, path: str, field: str) -> None:
-    """Raise if a table has no column of this name, or one that is not text."""
+def columns_of(schema: Any, path: str, reading: Reading) -> list[str]:
+    """The columns of a table that are read. Raises if there are none, or one that is not text."""
+    field, form = reading.field, form_of(schema.names)
+    if reading.template:
+        if form:
+            return [*form]
+        raise MeshwrightError(
+            "MW-DATA-019",
+            f"{path} has no columns of conversations",
+            why=f"Its columns: {', '.join(schema.names)[:100]}",
+            valid=[" and ".join(names) for names in FORMS],
+        )
     types = package("pyarrow", "A table").types
     text = [c.name for c in schema if types.is_string(c.type) or types.is_large_string(c.type)]
     if field in text:
-        return
+        return [field]
     known = field in schema.names
     what = f"is {schema.field(field).type}, not text" if known else "is missing"
     raise MeshwrightError(
-        "MW-DATA-012", f"{path}: the column '{field}' {what}", valid=text, fix=f"--field {text[0]}" if text else ""
+        "MW-DATA-012",
+        f"{path}: the column '{field}' {what}",
+        valid=text,
+        fix=chat_fix(schema.names) or (f"--field {text[0]}" if text else ""),
     )
