@@ -209,6 +209,7 @@ BAD = {
     "the content of turn 2": {"messages": [CHAT[0], {"role": "assistant", "content": None}]},
     "has no assistant turn": {"messages": [CHAT[0]]},
     "has no": [1],
+    "the content of turn 1 is a list": {"instruction": "x", "input": ["y"], "output": "z"},
 }
 
 
@@ -228,6 +229,7 @@ def test_a_template_that_does_not_fit_is_refused(tmp_path, tokenizer):
         ({"template": "chatm"}, "MW-DATA-018: .*chatml"),
         ({"template": "plain", "learn": "some"}, "MW-DATA-018"),
         ({"template": "gemma", "tokenizer": str(tokenizer)}, "MW-DATA-019: .*system turn"),
+        ({"learn": "all"}, "MW-DATA-018: --learn has no effect"),
         ({}, r"MW-DATA-012: .*no field 'text'[\s\S]*--template"),
         ({"template": "plain", "format": "text"}, "MW-DATA-010"),
     ):

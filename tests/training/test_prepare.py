@@ -279,3 +279,9 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     assert "pip install" in refused("MW-DATA-014", [tmp_path / "a.parquet"], tmp_path / "out")
     refused("MW-DATA-014", [jsonl(tmp_path / "a.jsonl")], tmp_path / "out", "tokenizer.json")
+
+
+@pytest.mark.parametrize("options", [{}, {"template": "plain"}])
+def test_half_of_a_surrogate_pair_is_refused(tmp_path, options):
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud800", "prompt": "\\ud800", "completion": ""}\n')
+    assert "\\ud800" in refused("MW-DATA-011", [tmp_path / "a.jsonl"], tmp_path / "out", **options)

@@ -22,7 +22,7 @@ SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 ROLES = (SYSTEM, USER, ASSISTANT)
 FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"))
 OPTIONAL = ("input",)  # beside `instruction`
-LEARNED = ("assistant", "all")
+PARTS = ("assistant", "all")  # what is learned
 Spans = tuple[tuple[int, int], ...]  # first character and the one after the last
 Turn = tuple[str, str, str]  # header, end, gap
 
@@ -65,8 +65,8 @@ def check_template(name: str, learn: str, tokenizer: Tokenizer) -> None:
     """Raise if there is no such template, or if the tokenizer lacks its special tokens."""
     if name not in TEMPLATES:
         raise unknown("MW-DATA-018", "the template", name, TEMPLATES, "--template {}")
-    if learn not in LEARNED:
-        raise unknown("MW-DATA-018", "--learn", learn, LEARNED, "--learn {}")
+    if learn not in PARTS:
+        raise unknown("MW-DATA-018", "--learn", learn, PARTS, "--learn {}")
     if lacking := lacking_tokens(name, tokenizer):
         fitting = [other for other in TEMPLATES if not lacking_tokens(other, tokenizer)]
         raise MeshwrightError(
@@ -122,7 +122,8 @@ def turns_of(row: Any, where: str) -> list[tuple[str, str]]:
         messages = [*as_messages(row["prompt"], USER), *as_messages(row["completion"], ASSISTANT)]
     else:
         request, extra = row["instruction"], row.get("input") or ""
-        request = f"{request}\n\n{extra}" if extra and isinstance(request, str) else request
+        if extra and isinstance(request, str):
+            request = f"{request}\n\n{extra}" if isinstance(extra, str) else extra
         messages = [{"role": USER, "content": request}, {"role": ASSISTANT, "content": row["output"]}]
     if not isinstance(messages, list) or not messages:
         what = "is empty" if messages == [] else f"is {kind_of(messages)}, not a list of turns"
@@ -156,7 +157,7 @@ def without_system(turns: list[tuple[str, str]], where: str, name: str) -> list[
         turns = [(USER, f"{turns[0][1]}\n\n{turns[1][1]}"), *turns[2:]]
     if any(role == SYSTEM for role, _ in turns):
         why = f"The template {name} has no system turns: its text begins the first user's turn"
-        raise bad_chat(where, "a system turn is not followed by a user's, or not the first", why, "--template chatml")
+        raise bad_chat(where, "a system turn is not followed by a user's, or not the first", why, "--template plain")
     return turns
 
 

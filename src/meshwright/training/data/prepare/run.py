@@ -27,7 +27,7 @@ import numpy as np
 from meshwright.errors import MeshwrightError, cannot_write, unknown
 from meshwright.host import replace_file
 from meshwright.training.data.prepare import texts
-from meshwright.training.data.prepare.chat import Spans, check_template, learned_tokens
+from meshwright.training.data.prepare.chat import PARTS, Spans, check_template, learned_tokens
 from meshwright.training.data.prepare.texts import Reading, SourceFile, source_files, texts_of
 from meshwright.training.data.token_file import (
     DOCUMENTS,
@@ -78,6 +78,13 @@ def prepare(
     output folder cannot be used. With a `template` the rows are conversations, which end as it ends them: an end token follows only if
     `end_token` names one. `workers`: threads of the tokenizer; 0: as many as there are cores."""
     check_choices(document, format)
+    if learn != PARTS[0] and not template:
+        raise MeshwrightError(
+            "MW-DATA-018",
+            "--learn has no effect without --template",
+            why="All tokens of a text are learned",
+            fix="remove --learn",
+        )
     if workers:
         os.environ["RAYON_NUM_THREADS"] = str(workers)  # read when a tokenizer first encodes
     out, files = Path(out), source_files(sources, format, split)

@@ -170,7 +170,17 @@ def line_texts(stream: BinaryIO, file: SourceFile, reading: Reading, piece: int)
                 text, learned = chat_text(json_row(text, where), where, reading.template, reading.learn)
             elif file.format == JSONL:
                 text = json_text(text, where, reading.field)
-            yield SourceText(text, True, read, learned)
+            yield SourceText(encodable(text, where), True, read, learned)
+
+
+def encodable(text: str, where: str) -> str:
+    """The text, unless JSON has put half of a pair of UTF-16 into it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        why = f"It has half of a surrogate pair, \\u{ord(text[error.start]):04x}"
+        raise MeshwrightError("MW-DATA-011", f"{where} is not text of Unicode", why=why) from None
+    return text
 
 
 def line_groups(stream: BinaryIO, kind: str, piece: int) -> Iterator[tuple[int, bytes, bool]]:
@@ -230,7 +240,7 @@ def json_text(text: str, where: str, field: str) -> str:
 
 def chat_fix(names: Iterable[str]) -> str:
     """The fix for rows that have a conversation and no text."""
-    return "--template chatml, or the template of your model" if form_of(names) else ""
+    return "--template plain, or the template of your model" if form_of(names) else ""
 
 
 def unreadable(path: str, error: Exception) -> MeshwrightError:
