@@ -13,8 +13,6 @@ import csv
 import logging
 import sys
 
-from llm_analysis import analysis, config
-
 from meshwright.calibrate.runs import accuracy, rows
 from meshwright.calibrate.runs.row_model import PublishedRun
 from meshwright.calibrate.runs.rows import apply_readings, case
@@ -32,6 +30,8 @@ RECOMPUTES = {"none": "NONE", "selective": "ATTN_COMPUTE", "full": "FULL"}
 
 def seconds(c: PublishedRun) -> float | None:
     """The predicted seconds of a step; None if it cannot describe the run."""
+    from llm_analysis import analysis, config
+
     m, p, card = c.model, c.plan, CARDS.get(c.cluster.accelerator.name)
     if card is None or m.experts or p.cp > 1 or m.kind != "transformer" or m.attention != "gqa":
         return None

@@ -98,8 +98,8 @@ def check_adapter(config: Config) -> None:
             why="An adapter belongs to the weights that it was trained on, and these would be drawn",
             fix="--from FOLDER, the Transformers folder of its base",
         )
-    if not folder:
-        return
+    if not folder or (adapter.base == "plain" and not adapter.start_from):
+        return  # a resume without adapters needs the folder no more
     base = FolderWeights(folder, config.model)
     quantised = base.folder.config.get("quantization_config")
     if adapter.base != "plain" and isinstance(quantised, dict):
