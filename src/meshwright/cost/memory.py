@@ -109,7 +109,10 @@ def loss_moment(program: StepProgram, rank: RankProgram) -> Moment:
     """Memory of the loss alone. The head's backward directly follows its forward, so its logits are freed after each micro-batch and before any
     layer runs backward."""
     head = sum(
-        rank.counts[block] * sum(program.saved[block].values()) for block in AFTER_LAYERS if block in program.saved
+        rank.counts[block] * sum(program.saved[block].values())
+        - rank.times(block, "E") * program.unsaved.get(block, 0.0)
+        for block in AFTER_LAYERS
+        if block in program.saved
     )
     return Moment(head, rank.counts["head"] * _loss_bytes(program))
 

@@ -46,7 +46,7 @@ AXIS_OF = {  # group of an operation → axis under which its time is reported
     **dict.fromkeys(("pp", "ends"), "pp"),
     "cp": "cp",
 }
-TIMED_AS = {"F": "F", "I": "I", "S": "I", "G": "I", "W": "W", "R": "R"}  # phases that are timed together
+TIMED_AS = {"F": "F", "I": "I", "E": "I", "S": "I", "G": "I", "W": "W", "R": "R"}  # phases that are timed together
 SPLIT_ONLY = ("S", "G")  # phases of a split backward
 GRAPH_HOST = 0.05  # host time of launches replayed from a graph, as a share
 # Parts of a layer whose expert messages overlap (attention, router, dispatch, experts, combine), and launches of one.
@@ -200,7 +200,7 @@ def host_time(b: Batch, op: Op) -> Array:
 def replays(b: Batch, ops: list[Op], phase: str) -> Array:
     """Host seconds in which the graphs of parts of a layer are replayed: inputs are copied to where the graph reads them, autograd and hooks run
     around it. Weight gradients are in the graph of backward."""
-    if phase not in ("F", "I", "R"):
+    if phase not in ("F", "I", "E", "R"):
         return 0.0
     parts = {op.part for op in ops}
     graphs = sum(scope != "step" and not parts.isdisjoint(GRAPHED_PARTS[scope][:-1]) for scope in b.stack.graphs)
@@ -286,7 +286,7 @@ def in_units(b: Batch, group: str) -> Array:
 
 def unit_hooks(b: Batch, phase: str) -> Array:
     """Host seconds of the hooks around a block's forward or backward, which run also where nothing is gathered or reduced."""
-    if not b.stack.unit_hooks or phase not in ("F", "I"):
+    if not b.stack.unit_hooks or phase not in ("F", "I", "E"):
         return 0.0
     return np.where(in_units(b, "dense"), b.stack.unit_hooks / 2 / b.wrap, 0.0)
 

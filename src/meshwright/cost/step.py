@@ -95,6 +95,7 @@ def step_cost(program: StepProgram, cluster: Cluster) -> StepCost:
     counts = {block: m * of_slowest([h.counts[block] for h in rank_programs]) for block in program.kinds()}
     # phases that only some blocks of a rank run
     partial_phases = {"R": b.some_recomputed, **dict.fromkeys(SPLIT_ONLY, b.splits_twice)}
+    partial_phases |= dict.fromkeys("IEWR", True) if b.model.adapter.on else {}
     some = {
         phase: {block: m * of_slowest([h.times(block, phase) for h in rank_programs]) for block in counts}
         for phase, on in partial_phases.items()

@@ -9,7 +9,7 @@ from meshwright.lower.program import Op
 from meshwright.lower.sync import update_bytes
 from meshwright.predict.prediction import cost_of
 
-PHASES = ("F", "I", "W", "R")
+PHASES = ("F", "I", "E", "W", "R")
 
 
 def group_of_op(op: Op) -> str:
@@ -21,17 +21,17 @@ def expected(config: Config, rank: int = 0) -> dict[str, tuple[float, float]]:
     """Predicted seconds and the floor of each group, on a rank of the first data-parallel replica's pipeline."""
     device, precision, stack = config.cluster.accelerator, config.workload.precision, config.stack
     cost = cost_of(config.but(stack=stack))
-    program, batch, counts = cost.program, cost.program.batch, cost.program.ranks[rank].counts
+    program, batch, blocks = cost.program, cost.program.batch, cost.program.ranks[rank]
     out = {group: [0.0, 0.0] for group in GROUPS}
     for (block, phase), ops in program.blocks.items():
         for op in ops if phase in PHASES else ():
             if op.kind not in ("gemm", "attention", "memory"):
                 continue
-            times = float(np.max(counts[block] * op.count * batch.microbatches))
+            times = float(np.max(blocks.times(block, phase) * op.count * batch.microbatches))
             out[group_of_op(op)][0] += times * float(np.max(op_time(device, precision, stack, op)))
             out[group_of_op(op)][1] += times * floor_of(config, op)
     elements = sum(
-        float(np.max(n)) * float(np.max(counts[b])) for b, g in program.parameters.items() for n in g.values()
+        float(np.max(n)) * float(np.max(blocks.counts[b])) for b, g in program.parameters.items() for n in g.values()
     )
     update = float(np.max(update_bytes(batch, np.array([elements])))) / bandwidth(config)
     out["optimizer"] = [float(np.max(cost.exposed.get("optimizer", 0.0))), update]

@@ -25,7 +25,7 @@ from meshwright.describe.sharding.parameters import adapter_styles
 from meshwright.describe.tensors import Linear, ParameterBlock
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import degrees
-from meshwright.lower.program import NARROW, Array, Op
+from meshwright.lower.program import NARROW, Array, Op, present
 
 # Bytes that quantise an element to blocks: 16 bits are read, two copies written. fp4 also has a scale for the tensor, whose maximum is read first.
 BLOCK_BYTES = {"mxfp8": 4.0, "fp4": 5.0}
@@ -258,7 +258,8 @@ class BlockBuilder:
         again = self.with_sp * any(linear.learns or linear.rank for linear in readers)
         self.collective("F", f"{part}-in", part, "all_gather", "tp", gathered, self.with_sp, 1.0, product, True)
         self.collective("I", f"{part}-in-grad", part, "reduce_scatter", "tp", n, self.with_sp, product=dgrad)
-        self.collective("W", f"{part}-in-again", part, "all_gather", "tp", gathered, again, product=wgrad)
+        if present(again):
+            self.collective("W", f"{part}-in-again", part, "all_gather", "tp", gathered, again, product=wgrad)
         if self.b.splits_twice:
             self.collective("G", f"{part}-in-again", part, "all_gather", "tp", gathered, again * self.b.splits)
         reduced = self.reduce_form + self.gather_form

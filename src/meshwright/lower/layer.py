@@ -284,7 +284,7 @@ class LayerLowering(BlockBuilder):
         rerun is the one that the gradients of the weights would have gathered.
         """
         full, selective = (self.b.recompute == 2) * 1.0, (self.b.recompute == 1) * 1.0
-        spared = {"attention-in", "linear-in", "ffn-in", "shared-in"}
+        spared = {op.name.removesuffix("-again") for op in self.phases["W"] if op.name.endswith("-in-again")}
         if not self.m.norms_outputs or self.m.kind == "mlp":
             spared.add(last)
         by_operator, products = self.b.stack.selective == "operators", 0

@@ -70,10 +70,11 @@ def saved_bytes(program: StepProgram, blocks: StageBlocks) -> Array:
     one = np.zeros(program.batch.n)
     for block, parts in program.saved.items():
         if block not in AFTER_LAYERS:
-            one = one + blocks.counts[block] * sum(parts.values())
+            one = one + blocks.times(block, "W") * sum(parts.values())
+            one = one - blocks.times(block, "E") * program.unsaved.get(block, 0.0)
     if blocks.recomputed is not None:  # the layers that are not recomputed save everything
         for block, saving in program.recompute_savings.items():
-            one = one + (blocks.counts[block] - blocks.recomputed[block]) * saving
+            one = one + (blocks.times(block, "W") - blocks.times(block, "R")) * saving
     return one
 
 

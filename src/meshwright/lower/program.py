@@ -7,7 +7,8 @@
     closing   [Op]                     once per step: gradients reduced, clipped, the update, parameters gathered
 
 Phases: F forward, I gradient of the inputs, W gradient of the weights (B = I + W), R what backward recomputes, and where I and W run
-apart S what backward does once more, G what layers that are not recomputed gather once more.
+apart S what backward does once more, G what layers that are not recomputed gather once more. In the block in which backward ends, because nothing
+before it is trained, E is what remains of I.
 
 Numeric fields are arrays over a batch of plans; `count` is how often the operation happens in its block (0 where a plan does not have
 it). Traffic, memory, time, traces and proofs are all computed from this value: `cost` imports nothing else of `lower`.
@@ -27,7 +28,7 @@ from meshwright.lower.batch import Batch, present
 
 __all__ = ["Array", "Batch", "Column", "Op", "RankProgram", "StageBlocks", "StepProgram", "present", "scalar", "sent"]
 
-PHASES = ("F", "I", "W", "R", "S", "G")
+PHASES = ("F", "I", "E", "W", "R", "S", "G")
 DATA_PARALLEL = (
     "dense",
     "expert",
@@ -127,14 +128,19 @@ class StageBlocks:
     )
     split: dict[str, Array] | None = None  # the number of these per micro-batch that run I and W separately; None: none
     regathered: dict[str, Column] | None = None  # of the split ones, those not recomputed; None: as the plan recomputes
+    unreached: dict[str, Array] | None = None  # those that backward does not run through; None: none
+    ending: dict[str, Array] | None = None  # those in which backward ends
 
     def times(self, block: str, phase: str) -> Array:
         """Number of times a phase of a block runs here per micro-batch."""
-        if phase == "S":
-            return 0.0 if self.split is None else self.split[block]
-        if phase == "G":
-            return 0.0 if self.regathered is None else self.regathered[block]
-        return self.counts[block] if phase != "R" or self.recomputed is None else self.recomputed[block]
+        table = {"S": self.split, "G": self.regathered, "E": self.ending}
+        if phase in table:
+            return 0.0 if (numbers := table[phase]) is None else numbers[block]
+        count = self.counts[block] if phase != "R" or self.recomputed is None else self.recomputed[block]
+        if phase == "F" or self.unreached is None or self.ending is None:
+            return count
+        reached = self.counts[block] - self.unreached[block]
+        return reached - self.ending[block] if phase == "I" else np.minimum(count, reached)
 
     def total(self, sizes: dict[str, Array]) -> Array:
         """The sum over these blocks of a size of each."""
@@ -190,6 +196,7 @@ class StepProgram:
     # By axis over which gradients are partial sums, elements of one rank after ZeRO.
     partial: dict[str, dict[str, Array]] = field(default_factory=dict)
     matrices: dict[str, list[MatrixShare]] = field(default_factory=dict)  # what Muon updates
+    unsaved: dict[str, Array] = field(default_factory=dict)  # bytes that the block in which backward ends does not save
     tied: Array = 0.0  # elements of one rank, after ZeRO, of a tied embedding that two stages hold
     gathered: dict[str, Array] = field(default_factory=dict)  # bytes of its gathered weights under ZeRO-3
     unit_elements: dict[str, Array] = field(default_factory=dict)  # elements of these weights, and of their gradients

@@ -167,7 +167,7 @@ def in_blocks(
     for block, layer in blocks:
         reruns = layer in recomputed or (plan.recompute == "selective" and layer >= 0)
         for phase, op in program.ops(block):
-            if not op.axis or op.part in DATA_PARALLEL or (phase == "R" and not reruns):
+            if not op.axis or op.part in DATA_PARALLEL or (phase == "R" and not reruns) or phase == "E":
                 continue
             times = scalar(op.count) * rounds(op, phase, block, layer, stage, reach, layer in recomputed, m)
             n = times * scalar(op.message_bytes)

@@ -21,6 +21,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower.batch import Batch
+from meshwright.lower.frozen import first_trained, first_trained_layer
 from meshwright.lower.program import Array, Column, StageBlocks, present
 from meshwright.programs.pipelines import build, formulas
 from meshwright.programs.pipelines.walk import held_memory
@@ -82,6 +83,7 @@ def rank_blocks(batch: Batch, rank: Array) -> StageBlocks:
         first = split_share(batch, rank)
         second_share = split_share(batch, np.where(v_shaped, 2 * batch.pp - 1 - rank, rank + batch.pp))
         blocks.split = {kind: first * down[kind] + second_share * (n - down[kind]) for kind, n in blocks.counts.items()}
+    _add_end_of_backward(batch, blocks, (rank == 0) * 1.0)
     return _with_recompute(batch, blocks, lambda: _stages_of(batch, rank))
 
 
@@ -181,6 +183,24 @@ def _with_recompute(batch: Batch, blocks: StageBlocks, stages: Callable[[], Colu
     return blocks
 
 
+def _add_end_of_backward(batch: Batch, blocks: StageBlocks, on: Array) -> None:
+    """Count the blocks that backward does not run through, and those in which it ends, where some blocks include the first stage (`on`). Later
+    stages compute the gradient of their input whatever is trained. ZeRO-3 gathers the embedding all the same if it is a unit with the head, or if
+    the layer after it asks for it ahead."""
+    model = batch.model
+    if not model.adapter.on or first_trained(model, "embedding") is not None:
+        return
+    none, layer = np.zeros(batch.n), first_trained_layer(model)
+    stop = bounds(batch, none.astype(int), batch.pp * batch.virtual)[1]
+    kinds = [model.layer_kinds[layer]] if layer < model.layers else []
+    before = {kind: on * model.layers_before(kind)[np.minimum(layer, stop)] for kind in model.kinds}
+    gathered = (batch.zero == 3) & ((model.tied & (batch.pp == 1)) | (batch.prefetches_backward & (layer == 0)))
+    blocks.unreached = block_counts(model, on * ~gathered, before, none)
+    ends = dict.fromkeys(kinds, on * (layer < stop))
+    blocks.ending = block_counts(model, none, ends, on * (batch.pp == 1) * (not kinds))
+    blocks.ending |= dict.fromkeys(model.mtp_kinds, none)
+
+
 def _blocks_of_one_kind(batch: Batch, rank: Array, v_shaped: Array) -> StageBlocks:
     """`rank_blocks` in closed form, if all layers are of one kind: a rank has V times the length of the short stages, and one layer more
     for each of its stages in the range [start, end) of long ones. Of these, ⌊(end−1−r)/P⌋ − ⌊(start−1−r)/P⌋ are r modulo P."""
@@ -203,6 +223,7 @@ def average_blocks(batch: Batch) -> StageBlocks:
     blocks = StageBlocks(zero, block_counts(model, 1 / batch.pp, layers, 1 / batch.pp))
     if batch.splits_twice:
         blocks.split = _mean_split(batch, blocks)
+    _add_end_of_backward(batch, blocks, 1 / batch.pp)
     blocks = _with_recompute(batch, blocks, lambda: np.arange(int((batch.pp * batch.virtual).max()))[:, None])
     if blocks.recomputed is not None:
         here = batch.partly_recomputed.plans
@@ -231,6 +252,7 @@ def stage_blocks(batch: Batch, stage: Column, rank: Array) -> StageBlocks:
     if batch.splits_twice:
         share = split_share(batch, stage)
         blocks.split = {kind: share * count for kind, count in blocks.counts.items()}
+    _add_end_of_backward(batch, blocks, (stage == 0) * 1.0)
     return _with_recompute(batch, blocks, lambda: stage[None, :])
 
 

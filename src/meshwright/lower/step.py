@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower import ends, footprint, gradients, muon, offload
+from meshwright.lower import ends, footprint, frozen, gradients, muon, offload
 from meshwright.lower.attention_dropout import working_bytes
 from meshwright.lower.batch import Batch
 from meshwright.lower.gradients import ENDS
@@ -74,6 +75,10 @@ def lower_blocks(batch: Batch, element: float = 0.0) -> StepProgram:
         if model.adapter.on:
             program.frozen[kind] = footprint.frozen(batch, tensors)
             program.unpacked[kind] = footprint.unpacked(batch, block, element)
+            program.blocks[kind, "E"] = frozen.after_first_trained(model, kind, program.blocks[kind, "I"])
+            read = replace(block, saved=frozen.saved_after_first(model, block))
+            less = footprint.saved(batch, read, element)
+            program.unsaved[kind] = sum(program.saved[kind].values()) - sum(less.values())
         program.partial[kind] = footprint.partial_sums(batch, tensors)
         if muon.is_used(batch):
             program.matrices[kind] = muon.shares(batch, kind)
@@ -109,6 +114,8 @@ def _add_weight_gathers(program: StepProgram) -> None:
             program.unit_elements[kind] = program.unit_elements.get(kind, 0.0) + np.where(on, unit.updated, 0.0)
             for phase, ops in gradients.unit_ops(batch, group, unit, 1.0 if share is None else share).items():
                 program.blocks[kind, phase] = ops + program.blocks[kind, phase]
+                if phase == "I" and (kind, "E") in program.blocks:
+                    program.blocks[kind, "E"] = ops + program.blocks[kind, "E"]
 
 
 def _with_other_end(program: StepProgram, kind: str) -> dict[str, Load]:

@@ -13,10 +13,10 @@ from rich.console import Console, ConsoleOptions, RenderResult
 
 from meshwright.cost import compute
 from meshwright.cost.collective import CollectiveTimes
-from meshwright.cost.phase import AXIS_OF, axis_overlap
+from meshwright.cost.phase import AXIS_OF, SPLIT_ONLY, axis_overlap
 from meshwright.cost.walked import WalkedStep
 from meshwright.lower.offload import TO_HOST
-from meshwright.lower.program import Op, scalar
+from meshwright.lower.program import PHASES, Op, scalar
 from meshwright.predict.estimate import Estimate, Simulation
 from meshwright.programs.pipelines import KINDS
 from meshwright.units import format_seconds
@@ -25,7 +25,7 @@ from meshwright.view.trace import TraceSpan
 
 DETAILS = ("operations", "layers", "actions")
 MOST_SPANS = 120_000
-PHASES_OF = {"F": ("F",), "B": ("R", "I", "W"), "I": ("R", "S", "G", "I"), "W": ("W",)}
+PHASES_OF = {"F": ("F",), "B": ("R", "I", "E", "W"), "I": ("R", "S", "G", "I", "E"), "W": ("W",)}
 ORDER = ("embedding", "dense", "moe", "head")
 CLOSING = {  # part of the end of a step → its stream and name
     "dp": ("comm:dp", "reduce gradients"),
@@ -81,17 +81,17 @@ class Filler:
             blocks.reverse()
         out: list[ActionPiece] = []
         free: dict[str, float] = {}  # when each communication stream becomes idle
-        recomputed = {block: round(scalar(stage_blocks.times(block, "R"))) for block in stage_blocks.counts}
-        split = [(block, phase) for block in stage_blocks.counts for phase in ("S", "G")]
-        in_backward = {key: scalar(stage_blocks.times(*key)) > 0 for key in split}
+        keys = [(block, phase) for block in stage_blocks.counts for phase in PHASES]
+        left = {key: scalar(stage_blocks.times(*key)) for key in keys}  # runs of a phase; a share of S and G
         at = 0.0
         for number, block in enumerate(blocks):
             began = at
             inner: list[ActionPiece] = []
+            ends = left[block, "I"] <= 0
             for phase in PHASES_OF[kind]:
-                if {"R": recomputed[block] > 0}.get(phase, in_backward.get((block, phase), True)):
+                if left[block, phase] > 0 and (phase != "E" or ends):
                     at = self._phase(block, phase, at, free, inner)
-                recomputed[block] -= phase == "R"
+                    left[block, phase] -= phase not in SPLIT_ONLY
             if self.detail == "layers":  # compute as one span; collectives are few
                 whole = ActionPiece("compute", f"{block} {number}", began, at - began, block)
                 inner = [whole, *(piece for piece in inner if piece.stream != "compute")]

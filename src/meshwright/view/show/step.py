@@ -15,7 +15,7 @@ from meshwright.predict.estimate import Estimate
 from meshwright.units import format_bytes, format_count, format_decimal_bytes, format_flops
 from meshwright.view.tables import filled, heading, show, show_json
 
-PHASES = "F forward, I gradients of inputs, W of weights, R recomputed, S and G what a split backward does again"
+PHASES = "F forward, I gradients of inputs, W of weights, E of I where backward ends, R recomputed, S and G what a split backward does again"
 COLUMNS = ("operation", "kind", ">times", ">FLOPs", ">memory", ">message", "between")
 
 
