@@ -89,6 +89,7 @@ PRIVATE = {
             f"{ATEN}._local_scalar_dense.default",
         ],
     ),
+    "copies of a ZeRO unit": (["comm/bench/device.py"], ["torch._chunk_cat"]),
     "one rank of a world": (["training/fake_group.py"], ["torch.testing._internal.distributed.fake_pg.FakeStore"]),
     "flight records": (["training/faults/watchdog.py"], ["torch._C._distributed_c10d"]),
     "imports of the forkserver": (

@@ -30,7 +30,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 CLUSTER = os.environ.get("CLUSTER", str(HERE / "h200.toml"))
-STEPS, USABLE_GIB = 5, 130.0
+STEPS, USABLE_GIB = 3, 130.0
 WARM_LIMIT_S, PHASE_LIMIT_S, LEAST_S, DETAILS_S = 130, 60, 60.0, 110.0
 LLAMA, LLAMA70, MIXTRAL, LITE, V3, QWEN = (
     "llama3-8b",
@@ -180,28 +180,39 @@ def attempt(name: str, given: argparse.Namespace, phases: Phases, eager: bool) -
     from meshwright.training.measure.one_rank import measure_trainer, one_rank
 
     config = config_of(name, given.tiny, eager)
-    with one_rank(config, LAYOUTS[name][5], given.device) as trainer:
-        found = measure_trainer(trainer, config, STEPS, phases.timed_next)
+    with one_rank(config, LAYOUTS[name][5], given.device) as (trainer, fills):
+        found = measure_trainer(trainer, fills, config, STEPS, phases.timed_next)
         phases.timed()
         append(given.out, {"measured": {"layout": name, "eager": eager, **asdict(found), "step_s": found.step_s}})
         if given.details and given.device.startswith("cuda"):
-            details(name, trainer, phases, given.out, given.details)
+            details(name, trainer, fills, phases, given.out, given.details)
 
 
-def details(name: str, trainer: Any, phases: Phases, out: Path, folder: Path) -> None:
-    """Append the kernels of a profiled step, and what filled the memory at the peak of another."""
+def details(name: str, trainer: Any, fills: Any, phases: Phases, out: Path, folder: Path) -> None:
+    """Append the kernels of a profiled step, those of a step that repeats the copies of the measurement, what the host did in another,
+    and what filled the memory at the peak."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     from meshwright.explain.memory_snapshot import read_snapshot
     from meshwright.training.measure import timeline
+    from meshwright.training.measure.one_rank import REPEATED
 
     snapshot, trace = (folder / f"{name.replace(' ', '-')}.{kind}" for kind in ("pickle", "json"))
     folder.mkdir(exist_ok=True, parents=True)
-    with phases.profiling():
-        with profile(activities=[ProfilerActivity.CUDA]) as found:
+
+    def profiled(*activities: Any) -> Any:
+        with profile(activities=activities) as found:
             trainer.train(1)
             torch.cuda.synchronize()
+        return found
+
+    with phases.profiling():
+        found = profiled(ProfilerActivity.CUDA)
+        fills.times = REPEATED
+        repeated = profiled(ProfilerActivity.CUDA)
+        fills.times = 1
+        host = profiled(ProfilerActivity.CPU, ProfilerActivity.CUDA)
         torch.cuda.memory._record_memory_history(max_entries=150_000, stacks="python")
         trainer.train(1)
         torch.cuda.memory._dump_snapshot(str(snapshot))
@@ -216,9 +227,24 @@ def details(name: str, trainer: Any, phases: Phases, out: Path, folder: Path) ->
         sums = kernels.setdefault(event["name"][:120], [0, 0.0])
         sums[0] += 1
         sums[1] += event["dur"] / 1e6
-    largest = sorted(kernels.items(), key=lambda item: -item[1][1])[:40]
-    append(out, {"kernels": {"layout": name, "groups_s": groups, "largest": [[n, *sums] for n, sums in largest]}})
+    more = {e.key[:120]: [e.count, e.self_device_time_total / 1e6] for e in repeated.key_averages()}
+    largest = sorted(kernels.items(), key=lambda item: -item[1][1])[:60]
+    append(
+        out,
+        {"kernels": {"layout": name, "groups_s": groups, "largest": [[n, *s, *more.get(n, ())] for n, s in largest]}},
+    )
+    operators = sorted(host.key_averages(), key=lambda e: -e.self_cpu_time_total)[:60]
+    append(
+        out,
+        {
+            "host": {
+                "layout": name,
+                "operators": [[e.key[:80], e.count, e.self_cpu_time_total / 1e6] for e in operators],
+            }
+        },
+    )
     append(out, {"memory": {"layout": name, **read_snapshot(snapshot)[0].as_dict()}})
+    snapshot.unlink()
 
 
 def append(file: Path, row: dict[str, Any]) -> None:

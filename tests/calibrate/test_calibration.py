@@ -315,6 +315,10 @@ def test_shares_of_a_gpu_are_recovered() -> None:
         shape = {"batch": 1, "heads": 16, "seq": seq, "width": 128}
         for kind, kernel in (("attention", "flash"), ("fused-attention", "fused")):
             add(kind, float(device_time(known, "bf16", kernel, op)[0]), work, "FLOP", shape, "bf16")
+    for kind, factor in (("unit-copy-out", 1.4), ("unit-copy-in", 1.9)):
+        op = Op(kind, "copies", "memory", bytes=np.array([2.0**30]))
+        seconds = factor * float(device_time(known, "bf16", "flash", op)[0])
+        add(kind, seconds, 2.0**30, "byte", {"ranks": 8, "elements": 2.0**28}, "bf16")
     add("host-copy", 2**28 / 50e9, 2**28, "byte", {"bytes": 2**28}, "bf16")
     bench = Bench(ranks=(RankInfo(rank=0, host="a", device="NVIDIA H200"),), device=tuple(points))
     result = calibrate([bench])
@@ -323,6 +327,11 @@ def test_shares_of_a_gpu_are_recovered() -> None:
     assert found.grouped == pytest.approx(0.85, rel=1e-3)
     assert found.gemm_fp8 == pytest.approx(0.57, rel=1e-3)
     assert (found.flash, found.fused) == (pytest.approx(0.42, rel=1e-3), pytest.approx(0.55, rel=1e-3))
+    factors = found.elementwise
+    assert (factors["unit-copy-out"], factors["unit-copy-in"]) == (
+        pytest.approx(1.4, rel=1e-3),
+        pytest.approx(1.9, rel=1e-3),
+    )
     assert result.cluster.accelerator.host_bandwidth == pytest.approx(50e9)
     assert found.measured
     assert result.cluster.levels == catalog.load("clusters", result.expected.name).levels

@@ -77,6 +77,31 @@ def test_one_process_is_a_rank_of_a_large_world(name, tmp_path, capsys):
         assert "equal numbers" in result["ranks"][0]["notes"][0]
 
 
+def test_copies_that_stand_for_received_data_are_not_measured(monkeypatch):
+    """On a clock that only the copies of the fake group advance, a step takes no time."""
+    from meshwright.training import fake_group
+    from meshwright.training.measure import one_rank
+
+    clock, fill = [0.0], fake_group.all_parts
+
+    def slow(*tensors):
+        clock[0] += 1.0
+        fill(*tensors)
+
+    monkeypatch.setattr(fake_group, "all_parts", slow)
+    monkeypatch.setattr(one_rank.time, "perf_counter", lambda: clock[0])
+    config = Config.from_parts(
+        {"name": "tiny", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 48, "vocab": 50},
+        {"extends": "laptop", "gpus": 8},
+        "gloo-cpu",
+        {"batch": 8, "seq": 16, "precision": "fp32"},
+        {"shard": 8, "zero": 3, "param_dtype": "fp32", "master": False},
+    )
+    (found,) = one_rank.measure_plan(config.but(run=config.run.but(compile="off")), None, 0, 2, "cpu")[1]
+    assert clock[0] > 0
+    assert found.step_s == pytest.approx(0.0)
+
+
 @pytest.mark.slow
 def test_a_shard_holds_its_part_of_the_states(tmp_path, capsys):
     """The optimizer's states and the weights of one of 64 ranks are a 64th; an update of whole tensors would show in the peak."""

@@ -26,6 +26,7 @@ The efficiencies of a GPU, from the device part of a bench: the constants of `co
     products    t = t₀ + max(a, m) + c · min(a, m), a = flops / (gemm · peak)  → the share of the peak rate
     attention   t = t₀ + flops / (flash · s/(s + 700) · peak)                  → the share of the peak rate; `fused` for the vendor's kernel
     host-copy   t = bytes / bandwidth                                          → the bandwidth to the host, with pinned memory
+    ZeRO units  t = t₀ + factor · bytes / (memory · bandwidth)                 → the factor of each of the two copies (`elementwise`)
 
 Each share is the one with which `cost.compute` gives the measured time. t₀ and c are the catalog's: back to back, small kernels wait
 for the host to launch them, so their times do not show t₀. For the same reason only shapes with at least a tenth of the largest work
@@ -39,7 +40,7 @@ import numpy as np
 
 from meshwright.calibrate.fit import non_negative
 from meshwright.calibrate.points import DevicePoint
-from meshwright.cost.compute import device_time
+from meshwright.cost.compute import device_time, memory_time
 from meshwright.describe.catalog import load
 from meshwright.describe.cluster import DTYPE_BYTES, Accelerator
 from meshwright.describe.model import Model
@@ -290,6 +291,7 @@ SHARES = (
     ("fused-attention", "fused"),
 )
 
+UNIT_COPIES = ("unit-copy-out", "unit-copy-in")  # of `lower.gradients`
 WHOLE = {"copy": "the memory bandwidth", "grouped-gemm": "the rate of one product"}
 
 
@@ -309,11 +311,24 @@ def gpu_accelerator(points: Sequence[DevicePoint], base: Accelerator, source: st
             else ""
         )
         notes.append(f"{kind}: {share:.0%} of {WHOLE.get(kind, 'the peak rate')}{spread}")
+    factors = {kind: time_factor(largest(points, kind), device) for kind in UNIT_COPIES}
+    if measured := {kind: factor for kind, factor in factors.items() if factor}:
+        elementwise = {**device.efficiency.elementwise, **measured}
+        device = device.but(efficiency=device.efficiency.but(elementwise=elementwise))
+        notes += [f"{kind}: {factor:.2f}× the time of a copy of its bytes" for kind, factor in measured.items()]
     rates = [point.rate for point in largest(points, "host-copy")]
     if rates:
         device = device.but(host_bandwidth=round(float(np.median(rates))))
         notes.append(f"copies to the host: {format_rate(device.host_bandwidth)}")
     return device, notes
+
+
+def time_factor(points: Sequence[DevicePoint], device: Accelerator) -> float:
+    """The median over points of their time over that of a copy of their bytes; 0 without points."""
+    ideal = [
+        float(np.max(memory_time(device, Op("copy", "copies", "memory", bytes=np.array([p.work]))))) for p in points
+    ]
+    return round(float(np.median([p.median_s / t for p, t in zip(points, ideal, strict=True)])), 3) if points else 0.0
 
 
 def largest(points: Sequence[DevicePoint], kind: str) -> list[DevicePoint]:

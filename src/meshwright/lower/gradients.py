@@ -227,7 +227,7 @@ def _unit_copy(b: Batch, name: str, count: Array, size: Array) -> list[Op]:
     (torch: fsdp/_fully_shard/_fsdp_collectives.py, split_with_sizes_copy and chunk_cat). Flat shards are gathered in place."""
     if not (b.units and b.stack.asynchronous and b.stack.gathers == "layer"):
         return []
-    return [Op(name, "copies", "memory", count, bytes=size)]
+    return [Op(name, "copies", "memory", count, bytes=size, elementwise=name)]
 
 
 # The messages of a batch of plans

@@ -8,12 +8,14 @@ numbers of the usual size and not with NaN, which a GPU multiplies faster:
     all-to-all      the rows that this rank sends, as many as it receives
     receive         normal random numbers; whole numbers are 1
 
+These copies are no work of the rank: `Fills.times` repeats them, so that a measurement can tell what they take.
+
 torch 2.13 takes the backend by name. Before, the module that registers it is private: `torch.testing._internal.distributed.fake_pg`.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,37 +77,45 @@ def balanced_routing(
         yield
 
 
+@dataclass
+class Fills:
+    """How often each collective of a fake group fills what it would receive."""
+
+    times: int = 1
+
+    def by(self, fill: Callable[..., None], always_work: bool = False) -> Callable[..., Any]:
+        """A collective that fills its output, the first tensor of its arguments, in one kernel; the second is its input. torch's backend would copy
+        the part of each rank in a kernel of its own, which takes the host milliseconds in a large group."""
+
+        def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                for _ in range(self.times):
+                    fill(*[x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)])
+            # A finished work of the fake group.
+            return distributed.all_reduce(torch.empty(0), async_op=True) if async_op or always_work else None
+
+        return call
+
+
 @contextmanager
-def filled_receives() -> Iterator[None]:
+def filled_receives() -> Iterator[Fills]:
     """Inside the `with` block, collectives of a fake group fill what they would receive."""
+    fills = Fills()
     gathers, scatters = (
         ("all_gather_into_tensor", "all_gather_single"),
         ("reduce_scatter_tensor", "reduce_scatter_single"),
     )
-    changes = [(distributed, name, in_place_of(all_parts)) for name in gathers if hasattr(distributed, name)]
-    changes += [(distributed, name, in_place_of(own_part)) for name in scatters if hasattr(distributed, name)]
-    changes += [(operators, "gather_into", in_place_of(all_parts)), (operators, "scatter_into", in_place_of(own_part))]
+    changes = [(distributed, name, fills.by(all_parts)) for name in gathers if hasattr(distributed, name)]
+    changes += [(distributed, name, fills.by(own_part)) for name in scatters if hasattr(distributed, name)]
+    changes += [(operators, "gather_into", fills.by(all_parts)), (operators, "scatter_into", fills.by(own_part))]
     changes += [
-        (distributed, "all_to_all_single", in_place_of(own_part)),
-        (distributed, "recv", in_place_of(random_values)),
+        (distributed, "all_to_all_single", fills.by(own_part)),
+        (distributed, "recv", fills.by(random_values)),
     ]
-    receive = in_place_of(random_values, always_work=True)
+    receive = fills.by(random_values, always_work=True)
     changes += [(module, "irecv", receive) for module in (distributed, distributed_c10d)]  # torch compares the two
     with replaced(*changes):
-        yield
-
-
-def in_place_of(fill: Callable[..., None], always_work: bool = False) -> Callable[..., Any]:
-    """A collective that fills its output, the first tensor of its arguments, in one kernel; the second is its input. torch's backend would copy
-    the part of each rank in a kernel of its own, which takes the host milliseconds in a large group."""
-
-    def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            fill(*[x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)])
-        # A finished work of the fake group.
-        return distributed.all_reduce(torch.empty(0), async_op=True) if async_op or always_work else None
-
-    return call
+        yield fills
 
 
 def all_parts(out: Tensor, source: Tensor) -> None:

@@ -6,7 +6,10 @@ On a CPU the clock counts the seconds in which this thread computed (`time.threa
 measurement but do not change its result. All ranks measure at the same moment, so that what they share (caches, memory bandwidth, two
 threads of one core) slows them as it will in training. On a GPU the clock is the wall clock around kernels that have finished.
 
-What is timed on a GPU: the rates that it sustains in products, attention, copies and the fused optimizer, and the host's time per launch.
+What is timed on a GPU: the rates that it sustains in products, attention, copies, the copies of a ZeRO unit and the fused optimizer, and the
+host's time per launch.
+
+Private names of torch: `torch._chunk_cat`, with which `fully_shard` brings gradients to the order of their reduce-scatter.
 """
 
 import math
@@ -36,7 +39,11 @@ GROUPED_PRODUCTS = ((8, 4096, 8192, 2048), (64, 1024, 1408, 2048))  # experts, r
 GPU_ATTENTIONS = ((32, 16, 1024, 128), (2, 16, 4096, 128), (1, 16, 8192, 64))
 GPU_UPDATES = ((16, 2**16), (4, 2**26))
 GPU_COPIES = (2**20, 2**26, 2**30)
+# Ranks, and the tensors of one unit of `fully_shard`: a layer of 8 billion parameters.
+GPU_UNITS = (8, 64)
+UNIT_SHAPES = ((4096, 4096),) * 2 + ((1024, 4096),) * 2 + ((14336, 4096),) * 2 + ((4096, 14336),) + ((4096,),) * 2
 HOST_COPY = 2**28
+CHAIN = 16  # operators in a row, forward and backward, whose time is the host's
 
 
 def gpu_cases(device: str, dtype: torch.dtype) -> Iterator[MeasuredCase]:
@@ -66,6 +73,8 @@ def gpu_cases(device: str, dtype: torch.dtype) -> Iterator[MeasuredCase]:
         target = torch.empty_like(source)
         yield MeasuredCase("copy", {"bytes": float(size)}, 1, partial(target.copy_, source))
         del source, target
+    for ranks in GPU_UNITS:
+        yield from unit_copies(device, dtype, ranks)
     pinned = torch.empty(HOST_COPY, dtype=torch.uint8, pin_memory=True)
     held = torch.empty(HOST_COPY, dtype=torch.uint8, device=device)
     yield MeasuredCase("host-copy", {"bytes": float(HOST_COPY)}, 1, partial(pinned.copy_, held, non_blocking=True))
@@ -74,6 +83,34 @@ def gpu_cases(device: str, dtype: torch.dtype) -> Iterator[MeasuredCase]:
         yield MeasuredCase("optimizer", {"tensors": tensors, "elements": elements}, 1, update_call(values, fused=True))
     little = torch.zeros(16, device=device)
     yield MeasuredCase("launch", {}, 1, lambda: little.add_(1.0))
+    yield MeasuredCase("operator", {}, 2 * CHAIN, chain_of_operators(little))
+
+
+def chain_of_operators(little: torch.Tensor) -> Call:
+    """Small operators through autograd, forward and backward."""
+    x = torch.ones_like(little, requires_grad=True)
+
+    def run() -> None:
+        y = x
+        for _ in range(CHAIN):
+            y = y * little
+        y.backward(little)
+
+    return run
+
+
+def unit_copies(device: str, dtype: torch.dtype, ranks: int) -> Iterator[MeasuredCase]:
+    """The copies of `fully_shard` around the collectives of a unit: gathered shards to the parameters, and gradients in the order and the dtype of
+    their reduction."""
+    whole = [torch.randn(shape, dtype=dtype, device=device) for shape in UNIT_SHAPES]
+    elements = sum(x.numel() for x in whole)
+    gathered = torch.empty(ranks, elements // ranks, dtype=dtype, device=device)
+    sizes, rows = [x.numel() // ranks for x in whole], [x.view(ranks, -1) for x in whole]
+    shape = {"ranks": ranks, "elements": elements}
+    out = partial(torch.split_with_sizes_copy, gathered, sizes, dim=1, out=rows)
+    yield MeasuredCase("unit-copy-out", shape, 1, out)
+    sums = torch.empty(ranks, elements // ranks, dtype=torch.float32, device=device)
+    yield MeasuredCase("unit-copy-in", shape, 1, partial(torch._chunk_cat, whole, 0, ranks, out=sums))
 
 
 def fp8_product_call(device: str, m: int, n: int, k: int, fast: bool) -> Call:
@@ -225,6 +262,8 @@ WORK: dict[str, tuple[str, Callable[[Mapping[str, float]], float]]] = {
     "attention": ("FLOP", lambda s: 3.5 * 2.0 * s["batch"] * s["heads"] * s["seq"] ** 2 * s["width"]),
     "fused-attention": ("FLOP", lambda s: 3.5 * 2.0 * s["batch"] * s["heads"] * s["seq"] ** 2 * s["width"]),
     "copy": ("byte", lambda s: 2.0 * s["bytes"]),
+    "unit-copy-out": ("byte", lambda s: 4.0 * s["elements"]),  # both in 16 bits; sums of gradients in 32
+    "unit-copy-in": ("byte", lambda s: 6.0 * s["elements"]),
     "host-copy": ("byte", lambda s: s["bytes"]),
     "optimizer": ("byte", lambda s: 28.0 * s["tensors"] * s["elements"]),
 }

@@ -3,7 +3,8 @@
     group      `fake_group`: one process is rank N of the plan's world
     apply      the plan, as `train` applies it: the shapes, strategies, kernels and compiled graphs of this rank
     warm up    compilers, caches, optimizer states
-    time       steps without a pause between them: forward and backward, and the end of the step
+    time       steps without a pause between them: forward and backward, and the end of the step. What a rank would receive is filled by copies
+               that are no compute of it (`Fills`): every second step repeats them, and what that adds is taken off (`without_fills`)
     parts      one more step under torch's profiler (GPU: seconds by group of kernels) or our tracer (CPU: seconds by block)
 
 The numbers that a step computes have no meaning, so no loss is reported. Experts receive equal numbers of tokens (`balanced_routing`).
@@ -40,7 +41,7 @@ from meshwright.parallel.apply import apply
 from meshwright.parallel.numerics.precision import DTYPES
 from meshwright.predict.one_rank import RankMeasurement, measured_config
 from meshwright.training.data.samples import RandomSamples
-from meshwright.training.fake_group import balanced_routing, fake_group, filled_receives
+from meshwright.training.fake_group import Fills, balanced_routing, fake_group, filled_receives
 from meshwright.training.hooks import Hook, StepRecord
 from meshwright.training.loop import Trainer
 from meshwright.training.measure import timeline
@@ -50,6 +51,7 @@ from meshwright.training.run import completed
 from meshwright.units import Json
 
 WARMUP = 3
+REPEATED = 3  # times that a step with repeated copies fills what it receives
 BALANCED = "experts receive equal numbers of tokens"
 
 
@@ -79,27 +81,43 @@ def measure_plan(
 
 def measure_rank(config: Config, rank: int, steps: int, device: str) -> RankMeasurement:
     """Measure rank `rank` of a configuration that `training.run.completed` has completed."""
-    with one_rank(config, rank, device) as trainer:
-        found = measure_trainer(trainer, config, steps)
-        parts = timeline.of_trace(profiled(trainer)) if device.startswith("cuda") else blocks(trainer)
+    with one_rank(config, rank, device) as (trainer, fills):
+        found = measure_trainer(trainer, fills, config, steps)
+        parts = measured_parts(trainer, fills, device)
     return replace(found, parts_s=parts)
 
 
+def measured_parts(trainer: Trainer, fills: Fills, device: str) -> dict[str, float]:
+    """Seconds of a step by group of kernels on a GPU, by block on a CPU."""
+    once, repeated = (
+        timeline.of_trace(profiled(trainer)) if device.startswith("cuda") else blocks(trainer)
+        for fills.times in (1, REPEATED)
+    )
+    fills.times = 1
+    return {part: without_fills(seconds, repeated.get(part, seconds)) for part, seconds in once.items()}
+
+
+def without_fills(once: float, repeated: float) -> float:
+    """Seconds of a step without the copies that stand for received data, from a step with them and one that repeats them."""
+    return max(once - (repeated - once) / (REPEATED - 1), 0.0)
+
+
 @contextmanager
-def one_rank(config: Config, rank: int, device: str) -> Iterator[Trainer]:
-    """Inside the `with` block this process is rank `rank` of the plan, with a trainer whose collectives send nothing."""
+def one_rank(config: Config, rank: int, device: str) -> Iterator[tuple[Trainer, Fills]]:
+    """Inside the `with` block this process is rank `rank` of the plan, with a trainer whose collectives send nothing, and how they fill what they
+    would receive."""
     free_device(device)  # what an earlier rank has left
     try:
         with (
             fake_group(rank, config.plan.world),
-            filled_receives(),
+            filled_receives() as fills,
             balanced_routing(equal_counts, spread),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
             trainer = make_trainer(measured_config(config), rank, DeviceWeights(device), device)
             try:
-                yield trainer
+                yield trainer, fills
             finally:
                 trainer.loader.close()
     except torch.OutOfMemoryError as error:
@@ -148,7 +166,7 @@ def free_device(device: str) -> None:
 
 
 def measure_trainer(
-    trainer: Trainer, config: Config, steps: int, before_timing: Callable[[], None] = lambda: None
+    trainer: Trainer, fills: Fills, config: Config, steps: int, before_timing: Callable[[], None] = lambda: None
 ) -> RankMeasurement:
     """Time steps of a trainer after its warm-up, and the peak of its memory."""
     device, shown = str(trainer.parallel.mesh.device), measured_config(config)
@@ -158,11 +176,13 @@ def measure_trainer(
     before_timing()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    marks = Marks(on_gpu)
+    marks = Marks(on_gpu, fills)
     trainer.hooks.append(marks)
-    records += trainer.train(steps)
+    records += trainer.train(2 * steps)
     trainer.hooks.remove(marks)
+    fills.times = 1
     times = marks.times()
+    once, repeated = times[::2], times[1::2]
     allocated, reserved, phases = 0.0, None, None
     if on_gpu:
         reserved = torch.cuda.max_memory_reserved() / GIB
@@ -176,14 +196,18 @@ def measure_trainer(
     notes = [BALANCED] if config.model.experts else []
     if wrong := sum(not math.isfinite(record.gradient_norm) for record in records):
         notes.append(f"{wrong} of {len(records)} steps computed with NaN, which a GPU multiplies faster")
-    whole = [backward + closing for backward, closing in times]
+    whole = [backward + closing for backward, closing in once]
+    backward_s, closing_s = (
+        without_fills(*(statistics.median(step[part] for step in steps) for steps in (once, repeated)))
+        for part in (0, 1)
+    )
     return RankMeasurement(
         trainer.parallel.mesh.rank,
         trainer.parallel.mesh.coordinates["pp"],
         shown.workload.batch // (plan.dp * plan.microbatch),
         steps,
-        statistics.median(backward for backward, _ in times),
-        statistics.median(closing for _, closing in times),
+        backward_s,
+        closing_s,
         (max(whole) - min(whole)) / statistics.median(whole),
         allocated,
         reserved,
@@ -195,10 +219,10 @@ def measure_trainer(
 
 class Marks(Hook):
     """Marks the start of each step and the end of its gradients, on a GPU by events, which the host does not wait for; and the peak of
-    allocated bytes in each of the two parts, which the allocator counts as the host issues work."""
+    allocated bytes in each of the two parts, which the allocator counts as the host issues work. Every second step repeats its copies."""
 
-    def __init__(self, on_gpu: bool) -> None:
-        self.on_gpu, self.marks = on_gpu, list[Any]()
+    def __init__(self, on_gpu: bool, fills: Fills) -> None:
+        self.on_gpu, self.fills, self.marks = on_gpu, fills, list[Any]()
         self.peaks: dict[str, list[int]] = {"forward and backward": [], "update": []}
 
     def peak(self, phase: str) -> None:
@@ -218,6 +242,9 @@ class Marks(Hook):
         if self.on_gpu:
             torch.cuda.synchronize()
         self.mark()
+
+    def before_step(self, trainer: Any) -> None:
+        self.fills.times = REPEATED if len(self.marks) % 4 == 3 else 1
 
     def after_gradients(self, trainer: Any) -> None:
         self.mark()
