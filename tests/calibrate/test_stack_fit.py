@@ -277,9 +277,9 @@ def test_a_source_that_is_far_off_widens_the_bands_of_all(monkeypatch):
 
 def test_quantiles_weigh_sources_not_rows():
     """A source of a thousand rows counts as much as one of two."""
-    scaled = np.concatenate([np.full(1000, 0.01), [0.3, 0.3]])
+    values = np.concatenate([np.full(1000, 0.01), [0.3, 0.3]])
     sources = np.array(["big"] * 1000 + ["small"] * 2)
-    assert accuracy.edges(scaled, sources)[1] == pytest.approx(0.3)
+    assert accuracy.quantiles(values, sources, [0.05, 0.95]) == pytest.approx([0.01, 0.3])
 
 
 def test_the_fit_file_names_every_stack_of_the_catalog(left, unnamed):
@@ -318,12 +318,29 @@ def test_published_rows_have_a_source_and_a_licence():
 
 
 def test_a_band_covers_nine_of_ten_runs_of_a_source_that_it_has_not_seen():
-    """Sources of different spread: the quantiles of the others miss the widest one, so they are widened."""
+    """Sources of different spread: the spread of the others is too small for the widest one, so the band is widened until it has its share."""
     random = np.random.default_rng(0)
     sources = np.repeat([f"source {k}" for k in range(6)], 200)
     scaled = random.normal(size=1200) * np.repeat([0.04, 0.05, 0.06, 0.07, 0.08, 0.2], 200)
     found = accuracy._band(scaled, np.ones(1200), sources, 1200)
-    low, high = accuracy.edges(scaled, sources)
-    assert found.coverage >= 0.9
-    assert found.low > low
-    assert found.high > high
+    assert found.coverage >= accuracy.INSIDE
+    assert accuracy.FEWEST <= found.by_source["source 5"][0] < accuracy.FEWEST + 0.02
+    assert found.low == found.high > 1.7 * accuracy.spread(scaled, sources)
+
+
+def test_a_band_covers_a_source_that_is_off_as_a_whole():
+    """Runs of a source share an error, so the runs of few sources are few independent errors, however many they are."""
+    random = np.random.default_rng(1)
+    offsets = {name: random.normal(0, 0.1) for name in "abcdefghij"}
+    counts = {name: 300 if name == "a" else 15 for name in offsets}
+    scaled = np.concatenate([random.normal(offsets[name], 0.02, counts[name]) for name in offsets])
+    sources = np.concatenate([[name] * counts[name] for name in offsets])
+    found = accuracy._band(scaled, np.ones(len(scaled)), sources, len(scaled))
+    assert found.coverage >= accuracy.INSIDE
+    assert min(share for share, _ in found.by_source.values()) >= accuracy.FEWEST
+    spread = accuracy.spread(scaled, sources)
+    assert spread == pytest.approx(np.hypot(np.sqrt(1.1 * np.mean(np.square(list(offsets.values())))), 0.02), rel=0.1)
+    once = np.concatenate([np.flatnonzero(sources == name)[:15] for name in offsets])
+    assert accuracy.spread(scaled[once], sources[once]) == pytest.approx(
+        spread, rel=0.02
+    )  # every source counts the same

@@ -256,7 +256,7 @@ def test_a_band_is_wider_where_communication_or_the_host_dominate():
     assert width(compute, (), "typical") == 2.0
     assert width(network, ()) == pytest.approx(math.sqrt(1 + 2.4**2))
     assert width(network, ("tp",)) == pytest.approx(math.sqrt(1 + 0.16))  # inside nodes
-    assert width({"ffn": 0.6, "host": 0.4}, ()) == pytest.approx(math.sqrt(1 + 0.64))
+    assert width({"ffn": 0.6, "host": 0.4}, ()) == pytest.approx(math.sqrt(1 + 1.6**2))
 
     def of(exposed, plan=None, **fields):
         efficiency = Efficiency(**{"source": "measured", **fields})
@@ -267,6 +267,22 @@ def test_a_band_is_wider_where_communication_or_the_host_dominate():
     assert of(network, Plan(tp=8, replicate=2))[1] < of(network)[1]
     for wider in (of(compute, source=Efficiency().source), of(compute, doubt=0.1), of(experts)):
         assert wider[1] > of(compute)[1]
+
+
+def test_a_compiler_that_divides_single_products_exposes_the_sums_of_backward():
+    """Of the messages of a layer only the two reductions of input gradients wait: q, k and v are one sum, gate and up another."""
+    base, sums = (cost(Plan(tp=2, replicate=8, sp=True), overlap=("tp",), overlap_sums=on) for on in (True, False))
+    waits = {
+        key: one(sums.times[key].parts["tp"]) - one(base.times[key].parts["tp"])
+        for key in (("dense", "F"), ("dense", "I"))
+    }
+    reductions = [
+        op for op in sums.program.blocks["dense", "I"] if op.collective == "reduce_scatter" and op.axis == "tp"
+    ]
+    network = CollectiveTimes(DGX, sums.program.batch)
+    assert len(reductions) == 2
+    assert waits["dense", "F"] == 0.0
+    assert waits["dense", "I"] == pytest.approx(sum(one(op.count * network.time(op)) for op in reductions))
 
 
 def test_plans_of_one_kind_are_ranked_more_finely_than_plans_of_two():

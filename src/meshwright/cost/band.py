@@ -2,16 +2,16 @@
 
     low, high = t · exp(−q_low · w),  t · exp(q_high · w)
 
-    w² = base² + (6 · share of communication between nodes)² + (share of communication inside nodes)²
-       + (2 · share of the host)² + (6 · share of experts)² + (doubt of the device / 7%)² + (7 · share of an unpublished network)²
+    w² = base² · (1 + (doubt of the device / 7%)²) + (6 · share of communication between nodes)² + (share of communication inside nodes)²
+       + (4 · share of the host)² + (6 · share of experts)² + (8.5 · share of an unpublished network)²
 
 The width w grows with what is least certain: exposed communication between nodes (its overlap, its congestion, the network of a cluster), experts
 (their kernels, dispatch and balance differ by stack and version), time in which the device waits for its host, and shares of peak of a device
 that were assumed (`Efficiency.doubt`). Communication inside a node is as certain as compute. The base is 1, and 2 for an unknown stack: there
-the compute is less certain too, so that what communication adds counts for less. The quantiles q depend on what is known of the stack
-(`Stack.evidence`): nothing (`typical`), published runs of the same stack (`published`), or runs of the user of a stack of the catalog
-(`calibrated`, as are stacks whose host times were measured on this machine) or of another one (`calibrated-typical`). `meshwright calibrate
---runs` computes them from the residuals of left-out sources, so that each band holds 90% of the runs.
+the compute is less certain too, on a new device most of all, so that what communication adds counts for less. The quantiles q depend on what is
+known of the stack (`Stack.evidence`): nothing (`typical`), published runs of the same stack (`published`), or runs of the user of a stack of the
+catalog (`calibrated`, as are stacks whose host times were measured on this machine) or of another one (`calibrated-typical`). `meshwright calibrate
+--runs` computes them from the residuals of left-out sources (`calibrate.runs.accuracy`), so that each band holds 90% of the runs.
 A network may be worse than its datasheet where nobody measured it: an all-reduce of 256 MB took 8 ms on 256 GPUs of a cloud, and 16 ms on 512. A
 plan on more devices than the largest published run or collective of its network (`Cluster.published`), or than its calibration measured, has a
 band that holds twice the time of all communication between nodes, hidden or not.
@@ -28,8 +28,8 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import AXES
 from meshwright.describe.stack import Stack
 
-BETWEEN_DOUBT, INSIDE_DOUBT, HOST_DOUBT, EXPERT_DOUBT = 6.0, 1.0, 2.0, 6.0
-FABRIC_DOUBT = 7.0  # the inverse of the upper quantile of a published stack: that share of the step more
+BETWEEN_DOUBT, INSIDE_DOUBT, HOST_DOUBT, EXPERT_DOUBT = 6.0, 1.0, 4.0, 6.0
+FABRIC_DOUBT = 8.5  # the inverse of the quantile of a published stack: that share of the step more
 LEAST_DOUBT = 0.07  # of ln seconds: a step that only computes, on a measured device
 # Of two plans of one training, in ln(t_a / t_b): any two, and for what differs between them. See `difference_doubt`.
 PLAN_DOUBT = 0.055
@@ -61,7 +61,7 @@ def width(
         INSIDE_DOUBT * within,
         HOST_DOUBT * host,
         EXPERT_DOUBT * expert_share(exposed),
-        device_doubt / LEAST_DOUBT,
+        base(evidence) * device_doubt / LEAST_DOUBT,
         FABRIC_DOUBT * unpublished,
     )
     return math.hypot(base(evidence), *parts)

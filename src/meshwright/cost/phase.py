@@ -138,11 +138,15 @@ def phase_time(
     t = PhaseTime()
     core: Array = 0.0
     work: Array = 0.0
+    summed: Array = 0.0  # seconds of reductions of input gradients, which are sums of several products
     products: dict[str, Array] = {}  # seconds of those that may hide a collective of their layer
     for op in ops:
         t.host = t.host + host_time(b, op)
         if op.axis:
-            add(t.comm, AXIS_OF[op.axis], op.count * network.time(op))
+            message = op.count * network.time(op)
+            add(t.comm, AXIS_OF[op.axis], message)
+            if op.product and not op.own_shard and phase == "I":
+                summed = summed + message
             continue
         if op.kind == "host":
             add(t.comm, "host", op.count * compute.host_copy_time(device, op))
@@ -162,7 +166,7 @@ def phase_time(
         if axis not in t.comm:
             continue
         seconds = t.comm[axis]
-        hidden = np.minimum(seconds, left)
+        hidden = np.minimum(seconds if axis != "tp" or stack.overlap_sums else seconds - summed, left)
         if main is None and axis in ("tp", "cp"):  # attention hides the messages of cp, all other compute those of tp
             hidden = np.minimum(hidden, stack.hides * (core if axis == "cp" else work - core))
         overlaps = axis_overlap(b, axis, cluster)

@@ -121,6 +121,8 @@ class Stack(Described):
     overlap_in_pieces: bool = True
     """tensor-parallel messages overlap in pieces of a product and of its all-gather or reduce-scatter: only with sequence parallelism and inside a
     node; false: a compiler schedules them behind other products (XLA)"""
+    overlap_sums: bool = True
+    """messages that overlap in pieces: also the reduce-scatter of an input gradient that is the sum of several products (q, k, v; gate, up)"""
     async_linears: Literal["none", "backward", "own-shard"] = "none"
     """collectives of tensor parallelism that run behind one product of their linear layer where tp is not in `overlap`. backward: in column layers,
     the gather of the input behind the gradient of the input, whose reduction runs behind the gradient of the weight (Megatron). own-shard: also

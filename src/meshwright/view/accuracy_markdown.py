@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 
 from meshwright.calibrate.runs import accuracy
-from meshwright.calibrate.runs.accuracy import INSIDE, Accuracy, Band, half_width_without
+from meshwright.calibrate.runs.accuracy import FEWEST, INSIDE, Accuracy, Band, half_width_without
 from meshwright.calibrate.runs.beside import QUOTED
 from meshwright.calibrate.runs.left_out import SEEN, LeftOut, half_of, halves, macro_scores, scores
 from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, FREEDOM, MOST_RUNS, NOISE
@@ -179,9 +179,11 @@ def bands(accuracy: Accuracy) -> str:
         rows.append((level, str(b.runs), edges, *inside, percent(b.half_width), percent(b.mean_of_medians)))
     text = (
         "## Bands\n\nFrom the residuals of left-out sources, by what is known of the stack; wider where exposed communication between nodes, the "
-        "host, experts or a device with assumed shares of peak dominate (`cost/band.py`), and scaled until 90% of the runs of a source are inside "
-        "whose residuals were not used. Target: a median half-width of 35% for an unknown stack and 15% for a known one. In the median over all runs "
-        "every source has the same weight; the mean over sources of their medians is larger, because a few of them have wide bands.\n\n"
+        "host, experts or a device with assumed shares of peak dominate (`cost/band.py`). The variance is that between sources and that within "
+        f"one; it is scaled until {INSIDE:.0%} of the runs of a source whose residuals were not used are inside, in the mean, and {FEWEST:.0%} of "
+        "the worst source. Runs of obsolete stacks do not count. Target: a median half-width of 35% for an unknown stack and 15% for a known one. "
+        "In the median over all runs every source has the same weight; the mean over sources of their medians is larger, because a few of them "
+        "have wide bands.\n\n"
     )
     return text + table(BAND_COLUMNS, rows) + _widths_by_source(accuracy)
 
@@ -199,11 +201,11 @@ def _widths_by_source(accuracy: Accuracy) -> str:
     common = math.sqrt(BETWEEN_SOURCES[0, 1])  # of ln seconds, in all numbers of a source together
     alone = math.sinh(deviations_inside() * common)
     text = (
-        "\n\nThe bands of a published and of a calibrated stack by source: the share of its runs inside quantiles of the other sources, its "
+        "\n\nThe bands of a published and of a calibrated stack by source: the share of its runs inside bands from the other sources, its "
         "median half-width, and the half-width of this level if the source did not exist. Nine of ten runs of every source cannot be inside "
         "narrow bands while some sources have runs that the cost model does not explain: in megatron_bridge_perf_summary recompute is "
-        "not published. The coefficients of the width were chosen on a grid after seeing these half-widths. "
-        "Widths from the fit's covariance make it larger. Separate quantiles for runs with and "
+        "not published. The coefficients of the width were chosen on a grid of the building half. "
+        "Widths from the fit's covariance make it larger. Separate bands for runs with and "
         "without experts, pipelines, several nodes or Blackwell GPUs do not make it clearly smaller. Runs of other sources on one stack "
         "differ by "
         f"{common:.0%} in all their times together (`stack_fit.BETWEEN_SOURCES`), which alone is a half-width of {alone:.0%}. In megatron_sc21 "

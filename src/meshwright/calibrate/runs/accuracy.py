@@ -12,8 +12,11 @@ Bands from the residuals of left-out sources, by what is known of the stack.
     calibrated          five runs of the source itself were seen
     calibrated-typical  the same of runs without their stacks: numbers do not make up for unknown switches
 
-For each, the 5% and 95% quantiles of ln(measured / predicted) / w, with w the width of `cost.band`. Sources have equal weight. The coverage
-of a source is computed with quantiles from the other sources only, so it is that of an unseen source; the quantiles are scaled until it is 90%.
+For each, q = k · √((1 + 1/S) · mean m² + mean v²) of S sources: m is the median of ln(measured / predicted) / w of a source and v the spread of
+its runs around it, with w the width of `cost.band`. So the band of an unseen source has the variance between sources and the variance within one,
+and a source of a thousand runs has the weight of any other. The coverage of a source is computed with q of the other sources only; k is the
+smallest factor with which the mean coverage is 90% and that of no source is below 75%. Quantiles of all runs together do not know that the runs of
+a source are off in one direction: with k for a mean of 90% they were wider, and covered the worst source less.
 
 The file of fitted numbers (`describe/catalog/fit.toml`): the numbers of every stack of the catalog, and the bands of predictions.
 
@@ -24,11 +27,13 @@ machine itself, so they have no entry.
 
 import csv
 import lzma
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.resources import files
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -80,13 +85,16 @@ def licences() -> dict[str, str]:
 
 
 LEVELS = ("typical", "published", "calibrated", "calibrated-typical")
-INSIDE = 0.90
-FACTORS = tuple(0.8 + 0.01 * k for k in range(81))  # factors on the quantiles
+INSIDE, FEWEST = (
+    0.90,
+    0.75,
+)  # mean share of the runs of an unseen source inside its bands, and the share of the worst source
+FACTORS = tuple(1.0 + 0.01 * k for k in range(401))  # k
 
 
 @dataclass(frozen=True)
 class Band:
-    """The quantiles of one level, and how its bands do on left-out sources: the share of runs inside, the median half-width (every source has the
+    """The edges of one level, and how its bands do on left-out sources: the share of runs inside, the median half-width (every source has the
     same weight), and the mean of the medians of all sources, which a few sources with wide bands raise."""
 
     low: float
@@ -119,11 +127,12 @@ def half_width_without(left_out: LeftOut, level: str) -> dict[str, float]:
 def residuals_of(left_out: LeftOut, level: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Of the predictions with what a level knows: ln(measured / predicted) / w, w, the source, and the number of runs."""
     runs = left_out.runs
+    in_use = np.array([not o.case.stack.obsolete for o in runs])
     if level.startswith("calibrated"):  # every draw is a calibration
-        run, draw = np.nonzero(np.isfinite(left_out.calibrated))
+        run, draw = np.nonzero(np.isfinite(left_out.calibrated) & in_use[:, None])
         residual = left_out.calibrated[run, draw]
     else:
-        run = np.flatnonzero(left_out.named) if level == "published" else np.arange(len(runs))
+        run = np.flatnonzero(in_use & left_out.named if level == "published" else in_use)
         residual = -left_out.source[run]
     width_of = {k: run_width(runs[k], level) for k in set(run.tolist())}
     widths = np.array([width_of[k] for k in run.tolist()])
@@ -141,38 +150,28 @@ def run_width(o: Outcome, level: str) -> float:
 
 
 def _band(scaled: np.ndarray, widths: np.ndarray, sources: np.ndarray, runs: int) -> Band:
-    """Quantiles of few sources miss the tails of another one. So they are scaled by the smallest factor with which left-out sources are covered."""
-    low, high = edges(scaled, sources)
-    held_out = [_held_out(scaled, sources, name) for name in sorted(set(sources))]
-    covered = [(factor, _coverage(held_out, factor)) for factor in FACTORS]
-    factor, coverage = next((pair for pair in covered if pair[1] >= INSIDE), covered[-1])
-    low, high = factor * low, factor * high
-    half = (np.exp(high * widths) - np.exp(-low * widths)) / 2
-    by_source = {
-        name: (_coverage([part], factor), float(np.median(half[sources == name])))
-        for name, part in zip(sorted(set(sources)), held_out, strict=True)
-    }
+    """The band of one level, with the smallest factor on the spread with which left-out sources are covered."""
+    names = sorted(set(sources))
+    own = {name: sources == name for name in names}
+    held_out = [np.abs(scaled[own[name]]) / spread(scaled[~own[name]], sources[~own[name]]) for name in names]
+    tried = ((factor, [float(np.mean(part <= factor)) for part in held_out]) for factor in FACTORS)
+    enough = (pair for pair in tried if np.mean(pair[1]) >= INSIDE and min(pair[1]) >= FEWEST)
+    factor, inside = next(enough, (FACTORS[-1], [float(np.mean(part <= FACTORS[-1])) for part in held_out]))
+    edge = factor * spread(scaled, sources)
+    half = np.sinh(edge * widths)
+    by_source = {name: (share, float(np.median(half[own[name]]))) for name, share in zip(names, inside, strict=True)}
     median = float(quantiles(half, sources, [0.5])[0])
-    return Band(low, high, coverage, median, macro_median(half, sources), runs, by_source)
+    return Band(edge, edge, float(np.mean(inside)), median, macro_median(half, sources), runs, by_source)
 
 
-def _held_out(scaled: np.ndarray, sources: np.ndarray, name: str) -> tuple[np.ndarray, float, float]:
-    """The residuals of one source, and the quantiles of the others."""
-    others = sources != name
-    low, high = edges(scaled[others], sources[others])
-    return scaled[~others], low, high
-
-
-def _coverage(held_out: list[tuple[np.ndarray, float, float]], factor: float) -> float:
-    """Mean over sources of the share of runs inside the scaled quantiles of the other sources."""
-    inside = [np.mean((part >= -factor * low) & (part <= factor * high)) for part, low, high in held_out]
-    return float(np.mean(inside))
-
-
-def edges(scaled: np.ndarray, sources: np.ndarray) -> tuple[float, float]:
-    """−5% and 95% quantiles, in which every source has the same weight."""
-    low, high = quantiles(scaled, sources, [(1 - INSIDE) / 2, (1 + INSIDE) / 2])
-    return max(float(-low), 0.02), max(float(high), 0.02)
+def spread(scaled: np.ndarray, sources: np.ndarray) -> float:
+    """The standard deviation of a run of an unseen source: between sources, and of the runs of one (by its quantiles: stalls do not count)."""
+    parts = [
+        np.quantile(scaled[sources == name], [(1 - INSIDE) / 2, 0.5, (1 + INSIDE) / 2]) for name in sorted(set(sources))
+    ]
+    between = np.mean([middle**2 for _, middle, _ in parts]) * (1 + 1 / len(parts))
+    within = np.mean([((high - low) / 2 / NormalDist().inv_cdf((1 + INSIDE) / 2)) ** 2 for low, _, high in parts])
+    return max(math.sqrt(between + within), 0.01)
 
 
 def quantiles(values: np.ndarray, sources: np.ndarray, at: list[float]) -> np.ndarray:

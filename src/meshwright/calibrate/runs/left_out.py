@@ -214,10 +214,12 @@ def leave_out(outcomes: list[Outcome], seed: int = 0) -> LeftOut:
 
 def without_stacks(runs: list[Outcome]) -> LeftOut:
     """The runs as if none named its stack, as for a framework that is not in the catalog: predicted with the switches of the default stack, and
-    with numbers that the runs of other sources gave without their stacks too. Of a source with many runs every k-th."""
+    with numbers that the runs of other sources gave without their stacks too. Of a source with many runs every k-th; none of obsolete
+    stacks."""
     by_source: dict[str, list[dict[str, str]]] = {}
     for o in runs:
-        by_source.setdefault(o.source, []).append({**o.case.row, "stack": UNNAMED})
+        if not o.case.stack.obsolete:
+            by_source.setdefault(o.source, []).append({**o.case.row, "stack": UNNAMED})
     rows = [row for part in by_source.values() for row in part[:: -(-len(part) // MOST_UNNAMED)]]
     return leave_out(predict_rows(rows, respond=responding(rows)))
 
