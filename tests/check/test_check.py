@@ -18,12 +18,12 @@ import ranks
 import small_training
 from meshwright.check import cpu
 from meshwright.check.compare import compare
-from meshwright.check.folder import RankStep, RecordedValue, Recording
+from meshwright.check.folder import RankStep, Recording, of_ranks
 from meshwright.check.match import nearest
-from meshwright.check.merge import merge
 from meshwright.check.names import TableCut, read_table
 from meshwright.check.recorder import StepRecorder
 from meshwright.errors import MeshwrightError
+from meshwright.proof.parts import RecordedValue, merge
 from ranks import soak
 
 SCRIPT = small_training.__file__
@@ -212,10 +212,10 @@ def test_flat_ranges_of_boxes_merge_to_the_whole() -> None:
             RecordedValue("gradient", "w", rank, value, shape=(4, 6), start=(0, start), size=(4, 3), flat=flat)
         )
     steps = [RankStep(part.rank, [part], []) for part in parts]
-    merged = merge(steps, "gradient")["w"]
+    merged = merge(of_ranks(steps, "gradient"))["w"]
     assert np.array_equal(merged.whole, whole)
     assert all(np.array_equal(part.of(whole), part.value) for part in parts)
-    assert merge(steps[:3], "gradient")["w"].whole is None  # elements that nobody holds
+    assert merge(of_ranks(steps[:3], "gradient"))["w"].whole is None  # elements that nobody holds
 
 
 def test_a_row_is_found_where_it_belongs() -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from meshwright.check.compare import RunComparison, compare
-from meshwright.check.folder import RankStep, RecordedValue, Recording
+from meshwright.check.folder import RankStep, Recording
 from meshwright.check.match import by_rank, nearest
+from meshwright.proof.parts import RecordedValue
 
 Entry = tuple[str, str, Any]  # kind, name, value
 MODULES = ("first", "second", "head")

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from meshwright.check.expected import Issued, RankPlan, check_same_model
-from meshwright.check.folder import RankStep, RecordedValue
+from meshwright.check.folder import RankStep
 from meshwright.describe.config import configure
 from meshwright.describe.layout import Layout
 from meshwright.errors import MeshwrightError
 from meshwright.lower.rank import messages_of_rank
 from meshwright.lower.step import step_program
+from meshwright.proof.parts import RecordedValue
 
 SHAPE = {"name": "toy", "layers": 4, "hidden": 32, "heads": 4, "ffn": 64, "vocab": 96, "tied": False}
 PLAN = {"replicate": 2, "tp": 2, "pp": 2, "microbatch": 2, "param_dtype": "fp32", "grad_dtype": "fp32", "master": False}

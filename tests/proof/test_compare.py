@@ -10,13 +10,13 @@ from rich.console import Console
 
 from meshwright.describe.config import Config
 from meshwright.proof import prove
-from meshwright.proof.compare import Agreement, compare
+from meshwright.proof.compare import Agreement, compare, tolerance_of
 from meshwright.proof.page import page
 from meshwright.proof.prove import without_ties
 from meshwright.proof.records import Job, PieceTrace, Row, Trace
 from meshwright.proof.result import CopyProof, Proof
 from meshwright.proof.small import small_copy
-from meshwright.proof.tolerance import FLOOR, MARGIN, Tolerance
+from meshwright.proof.tolerance import FLOOR, MARGIN
 
 NAMES = ("embedding", "layer.0", "layer.1", "zero")
 
@@ -93,13 +93,13 @@ def test_nan_is_a_difference():
 
 def test_bounds_follow_one_devices_rounding():
     double, single = trace(), trace("fp32", noise=1e-6)
-    bounds = Tolerance.of(double, single)
+    bounds = tolerance_of(double, single)
     assert bounds.bound("loss", 0) == FLOOR["fp32"]
     most = 2 * MARGIN["fp32"] * 1e-6 + FLOOR["fp32"]
     for piece in double.pieces:  # one that was rounded well has the usual bound
         first, second = (bounds.bound("gradient", step, piece.name) for step in (0, 1))
         assert 0.05 * most < first <= second < most
-    wider = Tolerance.of(double, single, trace("fp32", noise=1e-5))
+    wider = tolerance_of(double, single, trace("fp32", noise=1e-5))
     assert wider.bound("gradient", 0, "layer.0") > 2 * bounds.bound("gradient", 0, "layer.0")
     assert compare(double, [trace("fp32", noise=3e-6)], bounds).breaks == []
     wrong = copy.deepcopy(single)
@@ -110,7 +110,7 @@ def test_bounds_follow_one_devices_rounding():
 
 def test_a_parameter_may_differ_by_the_noise_of_its_gradient_only():
     one, other = trace(steps=1), trace("fp32", steps=1)
-    bounds = Tolerance.of(one, trace("fp32", steps=1, noise=1e-7))
+    bounds = tolerance_of(one, trace("fp32", steps=1, noise=1e-7))
     where = (1, 2)
     for size, allowed in ((1e-9, True), (1.0, False)):  # a step of Adam is 1e-3 whatever the size of the gradient
         for t in (one, other):

@@ -19,8 +19,7 @@ from meshwright.parallel.stages import program_of
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.proof import prove as proof
 from meshwright.proof import traffic
-from meshwright.proof.compare import compare
-from meshwright.proof.tolerance import Tolerance
+from meshwright.proof.compare import compare, tolerance_of
 
 ALL, LOSSY, NARROW = layouts.all_layouts(), layouts.lossy_layouts(), layouts.narrow_layouts()
 REFUSED = {layout for layout in (*ALL, *LOSSY) if drops_custom_functions() and layout.splits_fp8_products}
@@ -214,7 +213,7 @@ def on_one_device(layout, dtype, many, perturbed=False):
 @pytest.mark.parametrize("layout", [marked(layout, f"matrix {layout.dtype}") for layout in NARROW])
 def test_the_error_of_a_16_bit_layout_is_at_most_that_of_one_device(layout):
     (double, *others), many = (by[layout] for by in narrow(layout.dtype, layout in DAILY))
-    agreement = compare(double, many, Tolerance.of(double, *others))
+    agreement = compare(double, many, tolerance_of(double, *others))
     assert not agreement.breaks, "\n".join(map(str, agreement.breaks[:5]))
     assert agreement.errors["gradient"] > 1e-6  # it was computed in 16 bits
     assert_issues_what_is_lowered(layout, many)

@@ -20,12 +20,13 @@ import numpy as np
 from meshwright.check.diagnose import StepDiagnosis
 from meshwright.check.expected import CollectiveFinding, between_members
 from meshwright.check.folder import RankStep, Recording
-from meshwright.check.merge import beside
 from meshwright.check.names import UserTable
-from meshwright.check.pair import ErrorAndBound, StepPair, TensorDifference, error_of
+from meshwright.check.pair import ErrorAndBound, StepPair, TensorDifference
 from meshwright.check.translate import NameMap
 from meshwright.errors import MeshwrightError
 from meshwright.proof.diagnosis import Diagnosis
+from meshwright.proof.judge import error_of
+from meshwright.proof.parts import INITIAL_VALUE, beside
 from meshwright.proof.result import finite
 from meshwright.proof.tolerance import Tolerance, verdict_of
 
@@ -96,7 +97,7 @@ def compare(
         losses.append((loss_of(pair.one), loss_of(pair.many)))
         differences = pair.differences(tolerance)
         compared.update(pair.compared)
-        errors |= {kind: max(error, errors.get(kind, 0.0)) for kind, error in pair.errors.items()}
+        errors |= {kind: max(error, errors.get(kind, 0.0)) for kind, error in pair.errors_by_kind.items()}
         unmapped |= dict.fromkeys(pair.unmapped)
         if differences or step == steps - 1:
             break
@@ -124,8 +125,8 @@ def small_only(differences: list[TensorDifference]) -> str:
 
 def check_same_start(reference: Recording, candidate: Recording, naming: NameMap) -> None:
     """Runs that begin with other weights train other models: that is an error of the comparison, not of the training."""
-    kind = "initial parameter"
-    ones, others = naming.reference(reference.step(0), kind), naming.candidate(candidate.step(0), kind)
+    ones = naming.reference(reference.step(0), INITIAL_VALUE)
+    others = naming.candidate(candidate.step(0), INITIAL_VALUE)
     if not set(ones) & set(others):
         raise MeshwrightError(
             "MW-CHECK-007", "the two recordings have no parameter in common",
@@ -138,7 +139,7 @@ def check_same_start(reference: Recording, candidate: Recording, naming: NameMap
                 "MW-CHECK-008", f"{name} has shape {one.shape} in one recording and {other.shape} in the other",
                 fix="record the same model in both; if ranks hold parts that nothing says, give a table with --table",
             )  # fmt: skip
-        error = max((error_of(pair, 0.0) for pair in beside(one, other)), default=0.0)
+        error = max((error_of(pair, 0.0)[0] for pair in beside(one, other)), default=0.0)
         if error > 2.0**-7:
             raise MeshwrightError(
                 "MW-CHECK-009", f"{name} begins with other values in the two recordings (off by {error:.1e})",

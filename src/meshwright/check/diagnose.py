@@ -6,10 +6,8 @@ then the tensor that differs says it (reduction, clipping, update). Patterns and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.check.merge import Beside, beside
 from meshwright.check.pair import StepPair, TensorDifference
 from meshwright.proof.diagnosis import Diagnosis
 from meshwright.proof.first import first_that_reaches
@@ -44,31 +42,7 @@ class StepDiagnosis:
         phase = PHASES.get(first.kind, "update")
         if phase == "update" and (rate := self.other_learning_rate()) is not None:
             return Diagnosis(phase, first.name, rate)
-        return Diagnosis(phase, first.name, self.pattern(list(self.copies(first.kind, first.name))))
-
-    def copies(self, kind: str, name: str) -> Iterator[Copy]:
-        """What the ranks hold of a tensor: of a parameter the change of this step, of a norm its square."""
-        expected, got = (side[name] for side in self.pair.of(kind))
-        before = {(b.ranks, b.place): b for b in self.before(kind, name)}
-        for pair in beside(expected, got):
-            then = before.get((pair.ranks, pair.place))
-            coordinates = self.place_of(pair.ranks[0], name) if len(pair.ranks) == 1 else {}
-            old = None if then is None else (then.got, then.expected)
-            yield Copy.of(kind, coordinates, pair.place, (pair.got, pair.expected), old)
-
-    def place_of(self, rank: int, name: str) -> dict[str, int]:
-        """A rank's place among those with a parameter: the axis of experts is made of others, which is where other parameters are."""
-        return {axis: at for axis, at in self.pair.coordinates[rank].items() if axis != "ep" or "experts" in name}
-
-    def before(self, kind: str, name: str) -> Iterator[Beside]:
-        source, kind = (
-            (self.pair.previous, kind)
-            if self.pair.previous is not None
-            else (self.pair, "initial parameter" if kind == "parameter" else "")
-        )
-        expected, got = source.of(kind) if kind else ({}, {})
-        if name in expected and name in got and expected[name].shape == got[name].shape:
-            yield from beside(expected[name], got[name])
+        return Diagnosis(phase, first.name, self.pattern(list(self.pair.copies(first.kind, first.name))))
 
     def other_learning_rate(self) -> Pattern | None:
         one, *many = (

@@ -8,18 +8,17 @@ step-000.safetensors       their tensors
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from meshwright.errors import MeshwrightError
-from meshwright.proof.parts import box_at
+from meshwright.proof.parts import RecordedValue
 
 FORMAT = 2
 LIMIT = 2.0 * 1024**3  # bytes of tensors that a rank stores whole
@@ -27,62 +26,6 @@ RANK_FIELDS: dict[str, Callable[[Any], Any]] = {
     "world": int, "rank": int, "steps": int, "batch_dim": int, "coordinates": dict, "parameters": list, "modules": list, "groups": dict,
     "framework": str, "layout": str,
 }  # fmt: skip
-
-
-@dataclass
-class RecordedValue:
-    """One value of a step on one rank: a tensor, the part of it that the rank holds, or a number."""
-
-    kind: str
-    name: str
-    rank: int
-    value: np.ndarray
-    dtype: str = "float64"
-    call: int = 0
-    index: int = 0
-    shape: tuple[int, ...] | None = None  # of the whole tensor; None: it is not known which part this is
-    start: tuple[int, ...] = ()
-    size: tuple[int, ...] = ()
-    flat: tuple[int, int] | None = None
-    partial: tuple[str, ...] = ()
-    sketched: tuple[int, ...] | None = (
-        None  # the shape of what `value` is a sketch of; of an activation, one for each sample
-    )
-
-    @property
-    def here(self) -> tuple[slice, ...]:
-        return box_at(self.start, self.size)
-
-    @property
-    def place(self) -> tuple[int, ...]:
-        """What tells this part from others of the same tensor."""
-        return (*self.start, *self.size, *(self.flat or ()))
-
-    @property
-    def elements(self) -> int:
-        return prod(self.size) if self.flat is None else self.flat[1] - self.flat[0]
-
-    def of(self, whole: np.ndarray) -> np.ndarray:
-        """The same part of a whole tensor."""
-        box = whole[self.here]
-        return box if self.flat is None else box.reshape(-1)[slice(*self.flat)].reshape(self.value.shape)
-
-    def put(self, whole: np.ndarray, seen: np.ndarray) -> None:
-        """Write this part into a whole tensor, where nobody has written yet."""
-        for target, value in ((whole, self.value), (seen, True)):
-            box = target[self.here].copy()
-            part = box.reshape(-1)[slice(*self.flat)].reshape(self.value.shape) if self.flat else box
-            part[...] = np.where(self.of(seen), part, value) if target is whole else True
-            target[self.here] = box
-
-    def sketch(self, whole: np.ndarray | None = None) -> np.ndarray:
-        """The sketch of this part, or of the same part of a whole tensor."""
-        if whole is None and self.sketched is not None:
-            return self.value
-        assert self.shape is not None
-        return sketched(
-            self.value if whole is None else self.of(whole), self.shape, self.start, self.size, (self.flat or (0,))[0]
-        )
 
 
 @dataclass
@@ -98,6 +41,10 @@ class RankStep:
 
     def of(self, kind: str) -> list[RecordedValue]:
         return [entry for entry in self.entries if entry.kind == kind]
+
+
+def of_ranks(steps: Iterable[RankStep], kind: str) -> Iterator[RecordedValue]:
+    return (value for step in steps for value in step.of(kind))
 
 
 @dataclass
@@ -230,14 +177,3 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
         return load_file(str(path))
     except (OSError, SafetensorError) as error:
         raise MeshwrightError("MW-CHECK-005", f"cannot read {path}: {error}", fix="record it again") from None
-
-
-def sketched(
-    part: np.ndarray, shape: Sequence[int], start: Sequence[int], size: Sequence[int], first: int = 0
-) -> np.ndarray:
-    """`sketch.sketch` of an array."""
-    import torch
-
-    from meshwright.check.sketch import sketch
-
-    return sketch(torch.from_numpy(np.ascontiguousarray(part)), shape, start, size, first).numpy()

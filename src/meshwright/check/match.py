@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.check.folder import RecordedValue
+from meshwright.proof.parts import RecordedValue
 
 UNLIKE = 0.01  # of a row that was computed of other values, not rounded
 

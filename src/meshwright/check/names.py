@@ -23,8 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.check.folder import RecordedValue, Recording
+from meshwright.check.folder import Recording
 from meshwright.errors import MeshwrightError
+from meshwright.proof.parts import RecordedValue
 
 DIMS = {"column": 0, "vocabulary": 0, "logits": 0, "row": 1}
 

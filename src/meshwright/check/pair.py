@@ -9,24 +9,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.check.folder import RankStep, Recording
-from meshwright.check.merge import Beside, Merged, beside
+from meshwright.check.folder import RankStep, Recording, of_ranks
 from meshwright.check.translate import NameMap
 from meshwright.check.where import StepModules, cut_modules
 from meshwright.errors import MeshwrightError
-from meshwright.proof.tolerance import (
-    NEARLY_ZERO,
-    Tolerance,
-    at_least_usual,
-    error_beyond,
-    moved_elements,
-    spread_of,
-    tensor_error,
-)
+from meshwright.proof.judge import ComparedStep, Tensors
+from meshwright.proof.parts import Beside
+from meshwright.proof.tolerance import Tolerance, at_least_usual, moved_elements, spread_of
 
 DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 STATES = ("state exp_avg", "state exp_avg_sq", "state momentum_buffer")
@@ -61,8 +54,10 @@ class ErrorAndBound(NamedTuple):
         return self.error > self.bound
 
 
-class StepPair:
+class StepPair(ComparedStep):
     """One step of both runs."""
+
+    previous: StepPair | None
 
     def __init__(
         self,
@@ -72,28 +67,25 @@ class StepPair:
         naming: NameMap,
         previous: StepPair | None,
     ) -> None:
+        super().__init__()
         self.number, self.naming, self.previous = step, naming, previous
         self.one, self.many = reference.step(step), candidate.step(step)
-        self.coordinates, self.axes = candidate.coordinates, candidate.axes
+        self.coordinates, self.axes = dict(enumerate(candidate.coordinates)), candidate.axes
         self.cut = cut_modules([rank["parameters"] for rank in candidate.ranks])
         self.single = reference.world == 1
         self.batch_dims = reference.batch_dim, candidate.batch_dim
         self.compared: dict[str, int] = {}
-        self.errors: dict[str, float] = {}
+        self.errors_by_kind: dict[str, float] = {}
         self.gradients: dict[str, ErrorAndBound] = {}
         self.growth = 1.0  # how many times further parameters were moved by rounding than in the perturbed references
         self.unmapped: list[str] = []
-        self.tensors: dict[str, tuple[dict[str, Merged], dict[str, Merged]]] = {}
         self.check_same_batch()
 
-    def of(self, kind: str) -> tuple[dict[str, Merged], dict[str, Merged]]:
-        """The tensors of a kind of the reference and of the candidate, by the reference's names."""
-        if kind not in self.tensors:
-            self.tensors[kind] = self.naming.reference(self.one, kind), self.naming.candidate(self.many, kind)
-        return self.tensors[kind]
+    def read(self, kind: str) -> tuple[Tensors, Tensors]:
+        return self.naming.reference(self.one, kind), self.naming.candidate(self.many, kind)
 
     @cached_property
-    def dtype(self) -> str:
+    def dtype(self) -> str:  # type: ignore[override]
         """The narrowest that a module computes in."""
         one, many = narrowest(self.one), narrowest(self.many)
         if one != many:
@@ -138,76 +130,65 @@ class StepPair:
         }
         return Tolerance(self.dtype, at_least_usual(lists, {kind for kind, _ in lists}))
 
-    def errors_against(self, steps: list[RankStep]) -> Iterator[tuple[tuple[str, str], list[float]]]:
+    def errors_against(self, steps: list[RankStep]) -> dict[tuple[str, str], list[float]]:
         """How far a perturbed reference is off, by kind and tensor."""
-        for kind in DECIDING:
-            expected, got = self.of(kind)[0], self.naming.reference(steps, kind)
-            for name in (n for n in expected if n in got):
-                scale = self.floor(kind, expected[name].sketched)
-                errors = [error_of(pair, scale) for pair in beside(expected[name], got[name])]
-                yield (kind, name), [max(errors, default=0.0)]
+        out = self.errors(DECIDING, lambda kind: self.naming.reference(steps, kind))
         for name, forward, backward in StepModules(self.one, steps, {}, (self.batch_dims[0],) * 2).errors():
-            yield ("output", name), [float(np.nan_to_num(forward))]
-            yield ("output gradient", name), [float(np.nan_to_num(backward))]
-
-    def floor(self, kind: str, sketched: bool) -> float:
-        """The smallest scale that a tensor is measured against: a share of the largest of its kind."""
-        values = (
-            part.value for tensor in self.of(kind)[0].values() if tensor.sketched == sketched for part in tensor.parts
-        )
-        return NEARLY_ZERO[self.dtype] * max((float(np.abs(v).max(initial=0.0)) for v in values), default=0.0)
+            out["output", name] = float(np.nan_to_num(forward))
+            out["output gradient", name] = float(np.nan_to_num(backward))
+        return {key: [error] for key, error in out.items()}
 
     # What decides
 
     def differences(self, tolerance: Tolerance) -> list[TensorDifference]:
         out: list[TensorDifference] = []
+        for tensor in self.judge(DECIDING, tolerance):
+            kind, name, error = tensor.kind, tensor.name, tensor.error
+            self.compared[kind] = self.compared.get(kind, 0) + 1
+            self.errors_by_kind[kind] = max(self.errors_by_kind.get(kind, 0.0), error)
+            if kind == "gradient":
+                self.gradients[name] = ErrorAndBound(error, tensor.bound)
+            for part in tensor.parts if tolerance.spread and kind == "parameter" else ():
+                if tensor.bound < part.raw < np.inf:
+                    self.growth = max(self.growth, part.raw / max(tolerance.spread[kind, name]))
+            if ranks := sorted({rank for part in tensor.wrong for rank in part.pair.ranks}):
+                out.append(TensorDifference(self.number, kind, name, tuple(ranks), error, tensor.bound))
         for kind in DECIDING:
-            expected, got = self.of(kind)
-            order = list(reversed(expected)) if kind == "gradient" else list(expected)
-            self.unmapped += [f"{kind} of {n}: only in the {who}" for n, who in lonely(expected, got)]
-            for name in (n for n in order if n in got):
-                if (difference := self.judge(kind, name, tolerance)) is not None:
-                    out.append(difference)
+            one, many = self.of(kind)
+            for side, own, other in (("reference", one, many), ("candidate", many, one)):
+                self.unmapped += [f"{kind} of {name}: only in the {side}" for name in own if name not in other]
         return out
 
-    def judge(self, kind: str, name: str, tolerance: Tolerance) -> TensorDifference | None:
+    def comparable(self, kind: str, name: str) -> bool:
         expected, got = (side[name] for side in self.of(kind))
         if not expected.complete or any(part.shape != expected.shape for part in got.parts):
             self.unmapped.append(f"{kind} of {name}: it is not known which part a rank holds")
-            return None
+            return False
         if not got.complete:
             self.unmapped.append(f"{kind} of {name}: some elements are on no rank")
-        bound, floor = tolerance.bound(kind, self.number, name), self.floor(kind, expected.sketched)
-        error, wrong = 0.0, set[int]()
-        for pair in beside(expected, got):
-            off = error_of(pair, floor)
-            if kind == "parameter" and bound < off < np.inf:
-                raw, off = off, self.beyond_noise(pair, name, floor, tolerance)
-                self.growth = max(self.growth, raw / max(tolerance.spread[kind, name])) if tolerance.spread else 1.0
-            error = max(error, off)
-            wrong |= set() if off <= bound else set(pair.ranks)
-        self.compared[kind] = self.compared.get(kind, 0) + 1
-        if kind == "gradient":
-            self.gradients[name] = ErrorAndBound(error, bound)
-        self.errors[kind] = max(self.errors.get(kind, 0.0), error)
-        return TensorDifference(self.number, kind, name, tuple(sorted(wrong)), error, bound) if wrong else None
+        return True
 
-    def beyond_noise(self, pair: Beside, name: str, floor: float, tolerance: Tolerance) -> float:
-        """The error of a parameter without what noise in its gradient explains: Adam divides by the gradient's size (`proof.tolerance`)."""
+    def noise(self, pair: Beside, name: str, tolerance: Tolerance) -> np.ndarray | None:
+        """Adam divides by the gradient's size (`proof.tolerance`)."""
         kind = "clipped gradient" if self.of("clipped gradient")[0] else "gradient"
-        expected, got = self.of(kind)[0].get(name), self.of("parameter")[1][name]
+        expected = self.of(kind)[0].get(name)
         whole = expected.whole if expected is not None else None
-        part = next((p for p in got.parts if (p.rank,) == pair.ranks and p.place == pair.place), None)
-        adam = any(step.of("state exp_avg") for step in self.one)
-        if whole is None or part is None or pair.sketched or not adam:
-            return error_of(pair, floor)
-        noise = tolerance.bound("gradient", self.number, name) * max(
-            float(np.abs(whole).max(initial=0.0)), self.floor(kind, False)
-        )
-        rate = max((float(e.value[0]) for step in self.one for e in step.of("learning rate")), default=0.0)
+        if (
+            whole is None
+            or pair.part is None
+            or pair.sketched
+            or not any(step.of("state exp_avg") for step in self.one)
+        ):
+            return None
+        largest = max(float(np.abs(whole).max(initial=0.0)), self.floor(kind))
+        noise = tolerance.bound("gradient", self.number, name) * largest
+        rate = max((float(e.value[0]) for e in of_ranks(self.one, "learning rate")), default=0.0)
         steps = self.number + 1
-        moved = moved_elements([part.of(whole)] * steps, [noise] * steps, rate=rate)
-        return error_beyond(moved, pair.got, pair.expected, pair.whole, floor)
+        return moved_elements([pair.part.of(whole)] * steps, [noise] * steps, rate=rate)
+
+    def place_of(self, ranks: tuple[int, ...], name: str) -> Mapping[str, int]:
+        """The axis of experts is made of others, which is where other parameters are."""
+        return {axis: at for axis, at in super().place_of(ranks, name).items() if axis != "ep" or "experts" in name}
 
     @cached_property
     def modules(self) -> StepModules:
@@ -219,10 +200,6 @@ class StepPair:
         for name, forward, backward in self.modules.errors() if self.single else ():
             bounds = (tolerance.bound(kind, self.number, name) for kind in ("output", "output gradient"))
             yield name, ErrorAndBound(forward, next(bounds)), ErrorAndBound(backward, next(bounds))
-
-
-def error_of(pair: Beside, floor: float) -> float:
-    return tensor_error(pair.got, pair.expected, pair.whole, floor)[0]
 
 
 def narrowest(steps: list[RankStep]) -> str:
@@ -243,8 +220,3 @@ def rows_read(steps: list[RankStep]) -> set[bytes]:
     return {
         row.tobytes() for step in steps for entry in step.of("input") if entry.value.ndim >= 2 for row in entry.value
     }
-
-
-def lonely(expected: Mapping[str, Any], got: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield from ((name, "reference") for name in expected if name not in got)
-    yield from ((name, "candidate") for name in got if name not in expected)

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.check.folder import RankStep, RecordedValue, Recording
-from meshwright.check.merge import Merged, merge
+from meshwright.check.folder import RankStep, Recording, of_ranks
 from meshwright.check.names import renamed
 from meshwright.models.hf.tables import EXPERT, GROUPED, INTERLEAVED, TABLES, TRANSPOSED, Family, TensorRow, rows
+from meshwright.proof.parts import Merged, merge, whole_value
 
 PAIRS = "pairs"  # layout: of the two halves of a head, row i of one is followed by row i of the other
 MEGATRON = Family(
@@ -126,11 +126,11 @@ class NameMap:
         return cls(translation.modules(modules), translation)
 
     def reference(self, steps: list[RankStep], kind: str) -> dict[str, Merged]:
-        tensors = merge(steps, kind)
+        tensors = merge(of_ranks(steps, kind))
         return tensors if self.translation is None else self.translation(tensors)
 
     def candidate(self, steps: list[RankStep], kind: str) -> dict[str, Merged]:
-        return merge(steps, kind, self.rename if self.translation is None else {})
+        return merge(of_ranks(steps, kind), self.rename if self.translation is None else {})
 
 
 class HeadCounts(NamedTuple):
@@ -206,9 +206,7 @@ class Translation:
         for name, found in self.candidate.rows.items():
             value = next((v for row in found if (v := self.joined(row, ours)) is not None), None)
             if value is not None:
-                whole = (0,) * value.ndim
-                part = RecordedValue(kind, name, 0, value, shape=value.shape, start=whole, size=value.shape)
-                out[name] = Merged(kind, name, [part])
+                out[name] = Merged(kind, name, [whole_value(kind, name, value)])
         return out
 
     def read(self, tensors: Mapping[str, Merged]) -> dict[str, np.ndarray]:

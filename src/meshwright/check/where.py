@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshwright.check.folder import RankStep, RecordedValue, sketched
+from meshwright.check.folder import RankStep
 from meshwright.check.match import Match, by_rank, nearest, rows_of
+from meshwright.proof.parts import RecordedValue, sketched
 from meshwright.proof.patterns import ratio
 
 KINDS = ("output", "output gradient")
@@ -56,7 +57,7 @@ class StepModules:
     rows: dict[str, dict[str, list[tuple[int, Match]]]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
     unmatched: list[str] = field(default_factory=list)
     cut: Mapping[int, set[str]] = field(default_factory=dict)  # by rank: modules of which other ranks have layers
-    places: Sequence[Mapping[str, int]] = ()  # by rank: its place on every axis
+    places: Mapping[int, Mapping[str, int]] = field(default_factory=dict)  # by rank: its place on every axis
 
     def __post_init__(self) -> None:
         self.samples = {kind: samples_of(self.one, kind, self.batch_dims[0]) for kind in KINDS}

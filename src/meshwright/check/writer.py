@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from meshwright.check.folder import FORMAT
 from meshwright.check.holdings import Holding
-from meshwright.check.sketch import sketch, sketch_each
+from meshwright.proof.sketch import sketch, sketch_each
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # exact, and numpy reads them
 SMALL = 1 << 10  # bytes: always stored whole

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.describe.sharding import KV_COPIES, even_range
+from meshwright.proof.compare import TraceStep
 from meshwright.proof.first import first_that_reaches
-from meshwright.proof.parts import Copy, box_at
+from meshwright.proof.parts import INITIAL_VALUE, Copy
 from meshwright.proof.patterns import Pattern, pattern_of, ratio, same
 from meshwright.proof.records import Activations, Trace
 from meshwright.proof.tolerance import FP64_BOUND, NEARLY_ZERO, tensor_error
@@ -65,10 +66,11 @@ class Sides:
 
 def first_in_forward(sides: Sides) -> FirstDifference | None:
     """The first tensor that differs in forward: an initial weight, the batch, the output of a module, or the loss."""
-    for piece in sides.one.pieces:
-        copies = list(initial_copies(piece.name, sides))
-        if sides.stale is None and any(differs(c, c.expected) for c in copies):
-            return sides.named("initial weights", piece.name, copies)
+    start = TraceStep(sides.one, sides.many, 0, "fp64", None)
+    for name in start.of(INITIAL_VALUE)[0] if sides.stale is None else ():
+        copies = list(start.copies(INITIAL_VALUE, name))
+        if any(differs(c, c.expected) for c in copies):
+            return sides.named("initial weights", name, copies)
     outputs = activations(sides.one).outputs
     first = first_that_reaches(
         outputs,
@@ -96,10 +98,12 @@ def first_in_backward(sides: Sides) -> FirstDifference | None:
     largest = max(
         (float(np.abs(g).max(initial=0.0)) for rows in gradients.values() for g in rows.values()), default=0.0
     )
-    for name in reversed(activations(sides.one).outputs):
-        if copies := wrong_copies(sides, "gradients", name, NEARLY_ZERO["fp64"] * largest):
-            return sides.named("gradient of the output", name, copies)
-    return None
+    floor = NEARLY_ZERO["fp64"] * largest
+    names = reversed(activations(sides.one).outputs)
+    at = first_that_reaches(names, lambda name: bool(wrong_copies(sides, "gradients", name, floor)))
+    if at is None:
+        return None
+    return sides.named("gradient of the output", at, wrong_copies(sides, "gradients", at, floor))
 
 
 def activations(trace: Trace) -> Activations:
@@ -160,16 +164,6 @@ def box_of(full: tuple[int, ...], part: tuple[int, ...], trace: Trace, sides: Si
             return None
         out.append(chosen)
     return out
-
-
-def initial_copies(name: str, sides: Sides) -> Iterator[Copy]:
-    full = next(piece.initial for piece in sides.one.pieces if piece.name == name)
-    for trace in sides.many:
-        for piece in (p for p in trace.pieces if p.name == name):
-            if piece.initial is not None and full is not None:
-                yield Copy(
-                    trace.coordinates, piece.start, piece.initial, full[box_at(piece.start, piece.initial.shape)]
-                )
 
 
 def loss_copies(sides: Sides) -> Iterator[Copy]:

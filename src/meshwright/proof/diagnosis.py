@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from meshwright.proof.activations import FirstDifference, Sides, first_in_backward, first_in_forward, weighted_samples
-from meshwright.proof.compare import INITIAL, NARROWER, Agreement, Break
+from meshwright.proof.compare import INITIAL, NARROWER, Agreement, Break, TraceStep, trace_steps
 from meshwright.proof.emulation.update import AVERAGE, UPDATED
-from meshwright.proof.parts import Copy, box_at
+from meshwright.proof.parts import Copy
 from meshwright.proof.patterns import (
     MOST_NOISE,
     NOT_UPDATED,
@@ -146,26 +146,26 @@ def diagnose(agreements: list[Agreement], factors: Mapping[str, int]) -> Diagnos
         one = one.replicas[replica]
     axes = {axis: n for axis, n in factors.items() if axis in many[0].coordinates}
     sides = Sides(broken.rerun[0], broken.rerun[1], factors, broken.rerun[2]) if broken.rerun else None
+    step = trace_steps(one, many)[first.step]
     if first.what == "loss":
-        return of_loss(one, many, first.step, factors, axes, sides)
+        return of_loss(step, factors, axes, sides)
+    copies = list(step.copies(first.what, first.name))
     if first.what == "norm":
-        squares = [numbers(trace, one, "norm", first.step) for trace in many]
-        counted = counted_copies(one, many, squares[0], first.step, axes)
-        return Diagnosis("clipping", "", counted or pattern_of(squares, factors, axes))
-    pattern = pattern_of(list(copies_of(one, many, first.what, first.name, first.step)), factors, axes)
+        counted = counted_copies(step, copies[0], axes)
+        return Diagnosis("clipping", "", counted or pattern_of(copies, factors, axes))
+    pattern = pattern_of(copies, factors, axes)
     if first.what == "gradient":
         place = first_in_backward(sides) if sides is not None else None
         if place is not None:
             return Diagnosis.at("backward", place)
         if sides is None:
-            return Diagnosis(phase_of_gradients(one, many, first), first.name, pattern)
-        copies = list(copies_of(one, many, first.what, first.name, first.step))
+            return Diagnosis(phase_of_gradients(step, first.name), first.name, pattern)
         counted = weighted_samples(sides, first.name, copies) if pattern.kind in ("other", "part") else None
         return Diagnosis("reduction", first.name, counted or pattern)
     replayed = [b for agreement in agreements for b in agreement.breaks if b.what == GIVEN and b.step == first.step]
     if replayed and clipped_alike(replayed):
         return of_replay(replayed[0])
-    return Diagnosis("update", first.name, decayed_again(one, many, first) or pattern)
+    return Diagnosis("update", first.name, decayed_again(step, first.name) or pattern)
 
 
 def clipped_alike(replayed: list[Break]) -> bool:
@@ -193,20 +193,15 @@ def of_replay(first: Break) -> Diagnosis:
 
 
 def of_loss(
-    one: Trace,
-    many: list[Trace],
-    step: int,
-    factors: Mapping[str, int],
-    axes: Mapping[str, int],
-    sides: Sides | None = None,
+    step: TraceStep, factors: Mapping[str, int], axes: Mapping[str, int], sides: Sides | None = None
 ) -> Diagnosis:
     """A loss that differs alone is only reported wrong. One that differs as all gradients do, by one factor, is divided by a wrong number.
     Otherwise the first module that differs is named."""
-    copies = [numbers(trace, one, "loss", step) for trace in many]
-    if not any(wrong_tensors(one, many, "gradient", step)):
+    copies = list(step.copies("loss", ""))
+    if not any(wrong_gradients(step)):
         return Diagnosis("reduction", "", pattern_of(copies, factors, axes))
     factor = float(copies[0].got[0] / copies[0].expected[0])
-    tensors = [c for piece in one.pieces for c in copies_of(one, many, "gradient", piece.name, step)]
+    tensors = [c for piece in step.one.pieces for c in step.copies("gradient", piece.name)]
     if all(same(c.got, factor * c.expected) for c in (*copies, *tensors)):
         name = named_factor(factor, factors)
         return Diagnosis("forward", "", Pattern("factor", f"{name}, and all gradients with it"))
@@ -218,35 +213,16 @@ def of_loss(
     return Diagnosis("forward", "", pattern)
 
 
-def numbers(trace: Trace, one: Trace, what: str, step: int) -> Copy:
-    """A loss or a norm as a tensor of one element."""
-    got, expected = (trace.losses, one.losses) if what == "loss" else (trace.norms, one.norms)
-    now, then = ((np.array([got[at]]), np.array([expected[at]])) for at in (step, max(step - 1, 0)))
-    return Copy.of(what, trace.coordinates, (0,), now, then if step else None)
+def wrong_gradients(step: TraceStep) -> Iterator[bool]:
+    """In the order of the model, whether some rank's part of the gradient is not one device's."""
+    for piece in step.one.pieces:
+        yield any(not same(pair.got, pair.expected) for pair in step.pairs("gradient", piece.name))
 
 
-def copies_of(one: Trace, many: list[Trace], what: str, name: str, step: int) -> Iterator[Copy]:
-    """What the ranks hold of a tensor: its gradient, or of a parameter the change of this step."""
-    full = next(piece for piece in one.pieces if piece.name == name)
-    for trace in many:
-        for piece in (p for p in trace.pieces if p.name == name):
-            got, whole = (p.gradients if what == "gradient" else p.values for p in (piece, full))
-            at = step if what == "gradient" else step + 1  # `values` begin with the initial ones
-            here = box_at(piece.start, got[at].shape)
-            now, then = ((got[i], whole[i][here]) for i in (at, max(at - 1, 0)))
-            yield Copy.of(what, trace.coordinates, piece.start, now, then if at else None)
-
-
-def wrong_tensors(one: Trace, many: list[Trace], what: str, step: int) -> Iterator[bool]:
-    """In the order of the model, whether some rank's part of the tensor is not one device's."""
-    for piece in one.pieces:
-        yield any(not same(c.got, c.expected) for c in copies_of(one, many, what, piece.name, step))
-
-
-def phase_of_gradients(one: Trace, many: list[Trace], first: Break) -> str:
+def phase_of_gradients(step: TraceStep, first: str) -> str:
     """Backward, if nearly everything below the first wrong tensor is wrong and something above it is right; otherwise the reduction."""
-    wrong = list(wrong_tensors(one, many, "gradient", first.step))
-    below = wrong[: [piece.name for piece in one.pieces].index(first.name)]
+    wrong = list(wrong_gradients(step))
+    below = wrong[: [piece.name for piece in step.one.pieces].index(first)]
     spreads = bool(below) and sum(below) > 0.8 * len(below)
     return "backward" if spreads and not all(wrong) else "reduction"
 
@@ -254,21 +230,18 @@ def phase_of_gradients(one: Trace, many: list[Trace], first: Break) -> str:
 def replicas_apart(one: Trace, many: list[Trace], first: Break) -> Pattern | None:
     """Whether replicas of local SGD have different weights whose mean is right: these tensors were not averaged."""
     copies = []
-    for trace in many:
-        full = next(p for p in one.replicas[trace.coordinates["replicate"]].pieces if p.name == first.name)
-        for piece in (p for p in trace.pieces if p.name == first.name and first.what == "parameter"):
-            value = piece.parameters[first.step]
-            here = box_at(piece.start, value.shape)
-            copies.append(Copy(trace.coordinates, piece.start, value, full.parameters[first.step][here]))
+    for trace in many if first.what == "parameter" else ():
+        replica = one.replicas[trace.coordinates["replicate"]]
+        pairs = trace_steps(replica, [trace])[first.step].pairs("parameter", first.name)
+        copies += [Copy(trace.coordinates, pair.start, pair.got, pair.expected) for pair in pairs]
     return missing_sum(copies, {"replicate": len(one.replicas)})
 
 
-def decayed_again(one: Trace, many: list[Trace], first: Break) -> Pattern | None:
+def decayed_again(step: TraceStep, name: str) -> Pattern | None:
     """Whether what an update has too much is a share of the weights themselves: weight decay, where it should not be or twice."""
-    full = next(piece for piece in one.pieces if piece.name == first.name)
     shares = set()
-    for copy in copies_of(one, many, "parameter", first.name, first.step):
-        extra, weights = copy.got - copy.expected, full.values[first.step][copy.box]
+    for copy, before in zip(step.copies("parameter", name), step.before("parameter", name), strict=True):
+        extra, weights = copy.got - copy.expected, before.expected
         if extra.size == 1 or not same(extra, ratio(extra, weights) * weights):
             return None
         shares.add(round(ratio(extra, weights), 9))
@@ -277,12 +250,13 @@ def decayed_again(one: Trace, many: list[Trace], first: Break) -> Pattern | None
     )
 
 
-def counted_copies(one: Trace, many: list[Trace], norm: Copy, step: int, axes: Mapping[str, int]) -> Pattern | None:
+def counted_copies(step: TraceStep, norm: Copy, axes: Mapping[str, int]) -> Pattern | None:
     """Whether the squares that a norm has too much are those of one tensor, or of the tensors that the ranks of one axis hold copies of."""
-    squares = {piece.name: float((piece.gradients[step].astype(np.float64) ** 2).sum()) for piece in one.pieces}
+    gradients = {name: tensor.whole for name, tensor in step.of("gradient")[0].items()}
+    squares = {name: float((gradient**2).sum()) for name, gradient in gradients.items() if gradient is not None}
     extra = float(norm.got[0] / norm.expected[0] - 1) * sum(squares.values())
     for axis, degree in axes.items():
-        names = [n for n in squares if degree > 1 and along(list(copies_of(one, many, "gradient", n, step)), axis)]
+        names = [n for n in squares if degree > 1 and along(list(step.copies("gradient", n)), axis)]
         if names and abs(extra - (degree - 1) * sum(squares[n] for n in names)) <= 1e-4 * extra:
             return Pattern("counted twice", f"copies of {len(names)} tensors on the {degree} ranks of {axis}", axis)
     kinds: dict[str, float] = {}  # of tensors: the same in every layer

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterable
 
 
-def first_that_reaches(names: Iterable[str], is_off: Callable[[str], bool], seen: Callable[[str], bool]) -> str | None:
+def first_that_reaches(
+    names: Iterable[str], is_off: Callable[[str], bool], seen: Callable[[str], bool] = lambda name: False
+) -> str | None:
     """The first module whose output is off, and so is that of the module around it, where that can be compared: a part of a sum is not one
     device's output, and right when the module around it has summed it. A second output, `name [1]`, need not be one of the module around."""
     known: dict[str, bool] = {}

@@ -26,7 +26,7 @@ from meshwright.describe.workload import Workload
 from meshwright.proof.compare import Agreement, Break, compare
 from meshwright.proof.records import Phases, PieceTrace, Trace
 from meshwright.proof.small import SmallCopy
-from meshwright.proof.tolerance import FP64_BOUND, KINDS, number_error, tensor_error
+from meshwright.proof.tolerance import FP64_BOUND, KINDS, tensor_error
 from meshwright.proof.windows import misread, shared_documents
 from meshwright.training.data.token_file import DOCUMENTS, FORMAT, HEADER, TOKENS, VERSION
 from meshwright.training.launch.local import temporary_folder
@@ -115,7 +115,8 @@ def compare_evaluations(one: Trace, many: list[Trace]) -> Agreement:
     breaks, worst = [], 0.0
     for trace in many:
         for step, expected in one.evaluations.items():
-            error, ratio = number_error(trace.evaluations.get(step, float("nan")), expected)
+            whole = np.array([expected])
+            error, ratio = tensor_error(np.array([trace.evaluations.get(step, np.nan)]), whole, whole, 0.0)
             worst = max(worst, error)
             if not error <= FP64_BOUND:
                 breaks.append(Break(step - 1, "evaluation loss", "", trace.rank, error, FP64_BOUND, trace.dtype, ratio))

@@ -23,14 +23,14 @@ from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.errors import MeshwrightError
-from meshwright.proof.compare import NARROWER, Agreement, Break, compare
+from meshwright.proof.compare import NARROWER, Agreement, Break, compare, tolerance_of
 from meshwright.proof.emulation.update import replay
 from meshwright.proof.fold import AXES, order_matters, single_axis
 from meshwright.proof.phases import compare_phases, default_phases, run_folder
 from meshwright.proof.records import Job, Trace
 from meshwright.proof.result import CopyProof, Proof
 from meshwright.proof.small import SmallCopy, small_copies
-from meshwright.proof.tolerance import KINDS, Tolerance
+from meshwright.proof.tolerance import KINDS
 from meshwright.training.launch import local
 from meshwright.training.machine import with_precision
 
@@ -145,7 +145,7 @@ def compare_dtypes(
     # Where float32 rounds, fp8 and lossy sums may round to a neighbour: there float64 alone is judged.
     if "fp32" in job.dtypes and not (small.workload.precision == "fp8" or small.plan.lossy):
         moved = run(perturbed(alone, "fp32"), device)[0]["fp32"]
-        tolerance = Tolerance.of(one["fp64"], one["fp32"], moved)
+        tolerance = tolerance_of(one["fp64"], one["fp32"], moved)
         out.append(compare(one["fp64"], [rank["fp32"] for rank in many], tolerance))
     if job.updates:
         out[-1].breaks += replay([rank[job.dtypes[-1]] for rank in many], job, small.plan)
@@ -216,7 +216,7 @@ def prove_narrow(job: Job, plan: Plan, double: Trace, device: str) -> Agreement:
         own = alone.plan.but(param_dtype=dtype, master=plan.master, grad_dtype=plan.grad_dtype)
         alone = replace(alone, plan=own)
         single = run(alone, device)[0][dtype]
-        agreement = compare(double, many, Tolerance.of(double, single, run(perturbed(alone, dtype), device)[0][dtype]))
+        agreement = compare(double, many, tolerance_of(double, single, run(perturbed(alone, dtype), device)[0][dtype]))
         agreement.breaks += narrow_operations(single, many)
     agreement.breaks += replay(many, job, plan)
     return agreement
@@ -255,7 +255,7 @@ def compare_doubles(alone: Job, one: Trace, many: list[Trace], device: str) -> A
     if plan is None or not order_matters(plan):
         return without_ties(compare(one, many), one.tied)
     other = run(replace(alone, backwards=True, dtypes=("fp64",)), device)[0]["fp64"]
-    return compare(one, many, Tolerance.of(one, other, rounded=plan.wire), plan.wire)
+    return compare(one, many, tolerance_of(one, other, rounded=plan.wire), plan.wire)
 
 
 def without_ties(agreement: Agreement, tied: int | None) -> Agreement:

@@ -15,6 +15,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
+from meshwright.proof.parts import INITIAL_VALUE
 from meshwright.training.hooks import Observed
 
 Amount = tuple[float, float]  # count, bytes
@@ -95,10 +96,11 @@ class PieceTrace:
     initial: np.ndarray | None = None
     partial: str = ""  # the axis over which its gradient is a partial sum after backward
 
-    @property
-    def values(self) -> list[np.ndarray]:
-        """The parameter before the first step, and after each."""
-        return [*([] if self.initial is None else [self.initial]), *self.parameters]
+    def value(self, kind: str, step: int) -> np.ndarray | None:
+        """Its gradient or its parameter after a step, or the initial parameter where that was recorded."""
+        if kind == INITIAL_VALUE:
+            return self.initial
+        return (self.gradients if kind == "gradient" else self.parameters)[step]
 
 
 @dataclass

@@ -19,15 +19,13 @@ What cannot be judged this way is said: a router, fp8 or a lossy sum may round t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from meshwright.describe.optimizer import Optimizer
-from meshwright.proof.parts import Box
-from meshwright.proof.records import PieceTrace, Trace
 
 FP64_BOUND = 1e-9
 # A tensor below this share of the model's largest is measured against that share: smaller values are rounding noise.
@@ -57,25 +55,17 @@ class Tolerance:
         unknown = 0.0 if self.spread else UNMEASURED.get(self.dtype, 0.0)
         return margin * max(self.spread.get((what, name), [unknown])[: step + 1]) + floor[self.dtype]
 
-    @classmethod
-    def of(cls, exact: Trace, *others: Trace, rounded: str = "") -> Tolerance:
-        """From runs of one device against an exact one: in a narrower dtype, or `rounded` to it when gradients are sent, in another order."""
-        dtype = rounded or others[0].dtype
-        pairs = [pair for other in others for pair in replicas(exact, other)]
-        spread = spread_of(errors_of(double, single, dtype) for double, single in pairs)
-        return cls(dtype, at_least_usual(spread, ("gradient", "parameter")))
-
 
 def verdict_of(differs: bool, untold: str) -> str:
     """One of three words; `untold` says why it cannot be told whether two trainings differ."""
     return "differs" if differs else "cannot be told" if untold else "equal within rounding"
 
 
-def spread_of(runs: Iterable[Iterable[tuple[tuple[str, str], list[float]]]]) -> dict[tuple[str, str], list[float]]:
+def spread_of(runs: Iterable[Mapping[tuple[str, str], list[float]]]) -> dict[tuple[str, str], list[float]]:
     """The largest error of every tensor over several runs, by kind and name, step by step."""
     spread: dict[tuple[str, str], list[float]] = {}
     for run in runs:
-        for key, errors in run:
+        for key, errors in run.items():
             known = spread.setdefault(key, [0.0] * len(errors))
             spread[key] = [max(pair) for pair in zip(known, errors, strict=True)]
     return spread
@@ -90,29 +80,6 @@ def at_least_usual(
         usual = np.median(of_kind, axis=0).tolist() if of_kind else []
         spread |= {key: [*map(max, spread[key], usual)] for key in spread if key[0] == what}
     return spread
-
-
-def replicas(exact: Trace, other: Trace) -> list[tuple[Trace, Trace]]:
-    return list(zip(exact.replicas, other.replicas, strict=True)) if exact.replicas else [(exact, other)]
-
-
-def errors_of(double: Trace, single: Trace, dtype: str) -> Iterator[tuple[tuple[str, str], list[float]]]:
-    """The relative error of every number and tensor, step by step."""
-    yield ("loss", ""), [number_error(s, d)[0] for s, d in zip(single.losses, double.losses, strict=True)]
-    yield ("norm", ""), [number_error(s, d)[0] for s, d in zip(single.norms, double.norms, strict=True)]
-    for what in ("gradient", "parameter"):
-        floors = floor_of(double, what, dtype)
-        for s, d in zip(single.pieces, double.pieces, strict=True):
-            values = zip(values_of(s, what), values_of(d, what), floors, strict=True)
-            yield (what, d.name), [tensor_error(got, full, full, floor)[0] for got, full, floor in values]
-
-
-def values_of(piece: PieceTrace, what: str) -> list[np.ndarray]:
-    return piece.gradients if what == "gradient" else piece.parameters
-
-
-def number_error(got: float, expected: float) -> tuple[float, float]:
-    return abs(got - expected) / max(abs(expected), 1e-300), got / expected if expected else float("nan")
 
 
 def tensor_error(got: np.ndarray, box: np.ndarray, expected: np.ndarray, floor: float) -> tuple[float, float]:
@@ -130,29 +97,6 @@ def error_beyond(allowed: Any, got: np.ndarray, box: np.ndarray, expected: np.nd
     """The error without what is allowed of each element."""
     beyond = np.maximum(np.abs(got - box) - allowed, 0.0)
     return tensor_error(beyond, np.zeros_like(beyond), expected, floor)[0]
-
-
-def floor_of(one: Trace, what: str, dtype: str) -> list[float]:
-    """The smallest scale a tensor is measured against at each step: a share of the model's largest gradient or parameter."""
-    lists = [values_of(piece, what) for piece in one.pieces]
-    largest = [max(float(np.abs(values[step]).max()) for values in lists) for step in range(len(one.losses))]
-    return [NEARLY_ZERO[dtype] * size for size in largest]
-
-
-def moved(full: PieceTrace, piece: PieceTrace, here: Box, step: int, floors: list[float], tolerance: Tolerance) -> Any:
-    """Bound how far noise in the gradients may have moved each element of a piece of a parameter until this step."""
-    gradients = full.gradients[: step + 1]
-    noises = [
-        tolerance.bound("gradient", s, full.name) * max(float(np.abs(g).max(initial=0.0)), floors[s])
-        for s, g in enumerate(gradients)
-    ]
-    if tolerance.spread:
-        return (
-            moved_matrix(gradients, noises) if full.orthogonal else moved_elements(gradients, noises, full.epsilon)
-        )[here]
-    own = [g[here] for g in gradients]
-    seen = [2 * np.minimum(np.abs(got - g), most) for got, g, most in zip(piece.gradients, own, noises, strict=False)]
-    return moved_elements(own, seen, full.epsilon) if full.epsilon else 0.0
 
 
 def moved_elements(

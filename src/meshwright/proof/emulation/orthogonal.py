@@ -16,7 +16,7 @@ import numpy as np
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
 from meshwright.proof.compare import Break
-from meshwright.proof.parts import assembled
+from meshwright.proof.parts import Merged, RecordedValue
 from meshwright.proof.records import PieceTrace, Trace
 
 BOUND = 0.25  # of the norm of an update: twice what a few elements that are rounded differently change
@@ -43,7 +43,7 @@ def replay_matrices(ranks: list[Trace], plan: Plan, rates: list[float], settings
             if len(made) < len(pieces):  # a step that overflowed
                 continue
             gradient, before, after = (
-                assembled((piece.start, getattr(update, what)) for piece, update in made)
+                whole_of([(piece.start, getattr(update, what)) for piece, update in made])
                 for what in ("gradient", "before", "after")
             )
             momentum, expected = next_update(momentum, gradient, settings.momentum)
@@ -53,6 +53,15 @@ def replay_matrices(ranks: list[Trace], plan: Plan, rates: list[float], settings
             if not error <= BOUND:
                 found.append(Break(step, "updated matrix", pieces[0].name, trace.rank, error, BOUND, made[0][1].dtype))
     return found
+
+
+def whole_of(parts: list[tuple[tuple[int, ...], np.ndarray]]) -> np.ndarray:
+    """The matrix of parts and their starts."""
+    shape = tuple(np.max([np.add(start, value.shape) for start, value in parts], axis=0))
+    values = [RecordedValue("", "", 0, v, shape=shape, start=start, size=v.shape) for start, v in parts]
+    whole = Merged("", "", values).whole
+    assert whole is not None
+    return whole
 
 
 def next_update(momentum: np.ndarray | None, gradient: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:

@@ -19,12 +19,11 @@ from typing import Any
 from meshwright.describe.config import load_plan
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.proof.compare import Agreement, compare
+from meshwright.proof.compare import Agreement, compare, tolerance_of
 from meshwright.proof.fold import axis_sizes, folds
 from meshwright.proof.prove import SILENCE_S, blame
 from meshwright.proof.result import CopyProof, Proof
 from meshwright.proof.small import ProvedCopy, widened
-from meshwright.proof.tolerance import Tolerance
 from meshwright.proof.user_module.code import Named, named, sendable
 from meshwright.proof.user_module.job import FACTORY, ModuleJob, Reference
 from meshwright.training.launch import local
@@ -118,7 +117,7 @@ def prove_copy(job: ModuleJob, whole: Plan, one: Reference, device: str, backend
         many = run("record_under_plan", replace(job, plan=plan), device, backend)
         if one.single is None:
             return compare(one.double, many)
-        return compare(one.double, many, Tolerance.of(one.double, one.single), "fp32")
+        return compare(one.double, many, tolerance_of(one.double, one.single), "fp32")
 
     sizes = axis_sizes(job.plan)
     folded = {
