@@ -1,8 +1,8 @@
 """What an adapter makes of the blocks of a model: which matrices and vectors train, which matrices have a low-rank adapter, and what is saved.
 
 A product with a frozen weight needs its input for no gradient: it is not saved, unless an adapter, or a trained matrix, multiplies the same
-input, or attention's backward reads it (the input of its output projection). An adapter saves A·x, `rank` elements for each token, and with dropout
-the dropped input and its mask.
+input, or attention's backward reads it (the input of its output projection). A norm of separate operations saves its input, and for the gradient of
+its weight the normalised input. An adapter saves A·x, `rank` elements for each token, and with dropout the dropped input and its mask.
 """
 
 from collections.abc import Iterator
@@ -31,8 +31,10 @@ def adapted(m: ModelShape, block: ParameterBlock) -> ParameterBlock:
         for linear in linears
     ]
     vectors = [replace(vector, learns=a.learns(vector_module(m, vector))) for vector in block.vectors]
-    saved = [one for linear in linears if linear.rank for one in _saved(linear, a)]
-    return replace(block, linears=tuple(linears), vectors=tuple(vectors), saved=(*block.saved, *saved))
+    frozen = {f"{vector.name}-in" for vector in vectors if not vector.learns}
+    saved = [replace(one, condition="fused-norm") if one.name in frozen else one for one in block.saved]
+    saved += [one for linear in linears if linear.rank for one in _saved(linear, a)]
+    return replace(block, linears=tuple(linears), vectors=tuple(vectors), saved=tuple(saved))
 
 
 def _linear(m: ModelShape, linear: Linear) -> Linear:

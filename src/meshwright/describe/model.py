@@ -148,7 +148,13 @@ class Model(ModelShape):
             return {"all": float(saved)}
         if dropout is not None and dropout != self.dropout:
             return self.but(dropout=dropout).activations(seq, dtype_bytes, flash)
-        conditions = {"", "weighted-outputs", "flash" if flash else "stored-softmax", "dropout" if self.dropout else ""}
+        conditions = {
+            "",
+            "fused-norm",
+            "weighted-outputs",
+            "flash" if flash else "stored-softmax",
+            "dropout" if self.dropout else "",
+        }
         out: dict[str, float] = {}
         for times, block in self._over_blocks():
             for linear in block.linears:

@@ -95,6 +95,7 @@ class Saved:
         "dropout",
         "stored-softmax",
         "flash",
+        "fused-norm",
         "unfused-norm",
         "unfused-activation",
         "weighted-outputs",

@@ -189,8 +189,7 @@ def saved(b: Batch, block: ParameterBlock, element: float, recompute: bool = Tru
         conditions.add("dropout")
     if b.model.adapter.dropout:
         conditions.add("adapter-dropout")
-    if "norm" not in b.stack.fused:
-        conditions.add("unfused-norm")
+    conditions.add("fused-norm" if "norm" in b.stack.fused else "unfused-norm")
     if "activation" not in b.stack.fused:
         conditions.add("unfused-activation")
     if not b.stack.weighs_activations:

@@ -19,7 +19,7 @@ trained, it is not gathered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.describe.model import Model
 from meshwright.describe.module_names import NORMS, module_of, vector_module
@@ -171,10 +171,15 @@ def after_first_trained(model: Model, kind: str, ops: Sequence[Op]) -> list[Op]:
     return [op for op, point in zip(ops, points_of_gradients(model, kind, ops), strict=True) if first < point]
 
 
-def saved_after_first(model: Model, block: ParameterBlock) -> tuple[Saved, ...]:
-    """Of the tensors of a block those that backward reads if nothing before the block is trained."""
+def saving_after_first(model: Model, block: ParameterBlock) -> ParameterBlock:
+    """The block with those of its saved tensors that backward reads if nothing before the block is trained."""
     first = first_trained(model, block.kind)
-    return tuple(s for s in block.saved if first is not None and first < _saved_point(model, s))
+    if first is None:
+        return replace(block, saved=(), linears=())
+    core = first < _known_point(model, "attention-inner-grad")  # it reads the input of `o`
+    kept = [one for one in block.linears if one.name != "o" or core or one.learns or one.rank]
+    saved = [s for s in block.saved if first < _saved_point(model, s)]
+    return replace(block, saved=tuple(saved), linears=tuple(kept))
 
 
 def _saved_point(model: Model, s: Saved) -> float:

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,9 +75,8 @@ def lower_blocks(batch: Batch, element: float = 0.0) -> StepProgram:
             program.frozen[kind] = footprint.frozen(batch, tensors)
             program.unpacked[kind] = footprint.unpacked(batch, block, element)
             program.blocks[kind, "E"] = frozen.after_first_trained(model, kind, program.blocks[kind, "I"])
-            read = replace(block, saved=frozen.saved_after_first(model, block))
-            less = footprint.saved(batch, read, element)
-            program.unsaved[kind] = sum(program.saved[kind].values()) - sum(less.values())
+            read = footprint.saved(batch, frozen.saving_after_first(model, block), element)
+            program.unsaved[kind] = sum(program.saved[kind].values()) - sum(read.values())
         program.partial[kind] = footprint.partial_sums(batch, tensors)
         if muon.is_used(batch):
             program.matrices[kind] = muon.shares(batch, kind)
