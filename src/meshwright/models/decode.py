@@ -33,7 +33,8 @@ class CachedGeometry(Geometry):
         self.capacity = self.length = capacity
         self.caches: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer
         self.first = self.layer = 0  # position of the first token that runs now; the layer whose attention is next
-        self.attend = self.attend_cached
+        # Compiled layers call it between two graphs: it counts layers and keeps tensors.
+        self.attend = torch.compiler.disable(self.attend_cached)
 
     def move(self, first: int, count: int, device: torch.device) -> None:
         """Go to the positions of the next tokens."""

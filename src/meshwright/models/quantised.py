@@ -17,6 +17,9 @@ The product multiplies in the dtype of its input: the weight is unpacked for it,
 bytes is kept between the two. The base is frozen: it has no gradient.
 
     y = x Wᵀ        dx = dy W
+
+nf4 is unpacked by an operator (`unpack_nf4`) that `torch.compile` does not look into. Traced, both unpackings of a weight become one, and its codes,
+four bytes each, are kept for backward. On a GPU the operator is one kernel (`unpack_kernel`).
 """
 
 from dataclasses import dataclass
@@ -91,8 +94,13 @@ class RowPacking:
             parts.append(as_bytes(touched))
         return torch.cat(parts, dim=-1)
 
-    def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """The numbers of packed rows; products of codes and scales are computed in fp32."""
+    def unpack(self, packed: Tensor, dtype: torch.dtype, again: bool = False) -> Tensor:
+        """The numbers of packed rows; products of codes and scales are computed in fp32. `again`: in backward."""
+        if self.kind == "nf4":
+            return unpack_nf4(packed, self.columns, self.first, self.double, dtype, again)
+        return self.unpack_by_operators(packed, dtype)
+
+    def unpack_by_operators(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         values = self.values(packed[..., : self.code_bytes])
         scales = self.scales(packed[..., self.code_bytes :]) / LARGEST[self.kind]
         if not self.block:
@@ -149,10 +157,34 @@ def thresholds(device: torch.device) -> Tensor:
 
 
 @cache
+def levels_of_nf4(device: torch.device) -> Tensor:
+    return torch.tensor(NF4, dtype=torch.float32, device=device)
+
+
+@cache
 def pairs_of_codes(device: torch.device) -> Tensor:
     """[256, 2]: the two levels of nf4 in each byte."""
     levels, byte = torch.tensor(NF4, dtype=torch.float32), torch.arange(256)
     return torch.stack((levels[byte >> 4], levels[byte & 15]), dim=1).to(device)
+
+
+@torch.library.custom_op("meshwright::unpack_nf4", mutates_args=())
+def unpack_nf4(packed: Tensor, columns: int, first: int, double: bool, dtype: torch.dtype, again: bool) -> Tensor:
+    """`RowPacking.unpack` of nf4. `again` changes nothing but the call: a compiler would make two equal ones one."""
+    packing = RowPacking("nf4", columns, first, double)
+    if not packed.is_cuda:
+        return packing.unpack_by_operators(packed, dtype)
+    from meshwright.models import unpack_kernel
+
+    table = levels_of_nf4(packed.device)
+    return unpack_kernel.unpack(
+        packed, table, columns, packing.code_bytes, packing.offset, packing.block, double, dtype
+    )
+
+
+@unpack_nf4.register_fake
+def _(packed: Tensor, columns: int, first: int, double: bool, dtype: torch.dtype, again: bool) -> Tensor:
+    return packed.new_empty(*packed.shape[:-1], columns, dtype=dtype)
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -168,7 +200,7 @@ class _FrozenProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (packed,) = ctx.saved_tensors
-        weight = ctx.packing.unpack(packed, gradient.dtype)
+        weight = ctx.packing.unpack(packed, gradient.dtype, again=True)
         return ctx.product(gradient, weight.transpose(-1, -2), ctx.counts), None, None, None, None
 
 
