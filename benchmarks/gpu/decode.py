@@ -104,7 +104,7 @@ def print_kernels(replay: Callable[[], Any]) -> None:
 
 def measure(name: str, context: int, batches: tuple[int, ...], overrides: list[str], profile: bool) -> None:
     from meshwright.models.decode import decoding
-    from meshwright.parallel.compile import compile_layer, prepare_compiler
+    from meshwright.parallel.compile import compile_experts, compiled, prepare_compiler
 
     model = configuration(name, context, overrides).model
     network = drawn(model)
@@ -114,7 +114,9 @@ def measure(name: str, context: int, batches: tuple[int, ...], overrides: list[s
             if compiles:
                 prepare_compiler(torch.device(DEVICE))
                 for layer in network.layers.values():
-                    compile_layer(layer)
+                    if layer.expert:
+                        compile_experts(layer.moe)
+                    layer.forward = compiled(layer.forward, one_graph=False)  # attention is called between two graphs
             found: dict[str, Any] = {"model": name, "compiled": compiles}
             prefill = median_s(lambda: decoder.prompt(ids), 5)
             size = decoder.geometry.bytes / 2**30 * context / (context + ROOM)
