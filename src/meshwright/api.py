@@ -197,6 +197,30 @@ def run_settings(
     return [f"{path}={value}" for path, value in options.items() if value is not None]
 
 
+def config_to_train(
+    source: Any, device: str, shrink: bool, resumes: bool, **asked: Any
+) -> tuple[Config, Sequence[str]]:
+    """The configuration of a run on this machine, and what was changed in that of the plan file. A run that goes on keeps its precision."""
+    import os
+
+    from meshwright.training.launch.rank import placement
+    from meshwright.training.machine import resolve_device, with_precision
+
+    changes: Sequence[str] = ()
+    config = load(source, **asked)
+    if shrink:
+        from meshwright.proof.shrink import small_config
+
+        config, changes = small_config(config.check_trainable(), device)
+    if not resumes:
+        here = placement(os.environ) is None
+        config, note = with_precision(
+            config, device == "cpu" or (here and resolve_device(device, config.plan.world) == "cpu")
+        )
+        changes = changes or [note] if note else changes
+    return config, changes
+
+
 def train(
     source: Any = "",
     *,
@@ -238,7 +262,7 @@ def train(
     require_torch("`train`")
     from meshwright.training.folder import check_unused, claimed
     from meshwright.training.launch.rank import placement
-    from meshwright.training.machine import resolve_backend, resolve_device, shared_device, with_precision
+    from meshwright.training.machine import resolve_backend, resolve_device, shared_device
     from meshwright.training.measure import calibration
     from meshwright.training.run import check, check_resume, plan_of_run, run_training
 
@@ -246,33 +270,23 @@ def train(
     check_resume(Path(resume) if resume is not None else None, from_scratch)
     if resume is not None:
         source, out = source or plan_of_run(Path(resume)), resume
-    options = [
-        *run_settings(steps, seed, learning_rate, save_every, start_from),
-        *difference_settings(allow_differences),
-    ]
-    config = load(source, set=[*set, *options])
-    steps, seed = config.run.steps, config.run.seed
-    if shrink:
-        from meshwright.proof.shrink import small_config
-
-        config, _ = small_config(config.check_trainable(), device)
+    options = run_settings(steps, seed, learning_rate, save_every, start_from) + difference_settings(allow_differences)
+    config, _ = config_to_train(source, device, shrink, resume is not None, set=[*set, *options])
     folder = Path(out) if out is not None else None
     started_here = placement(os.environ) is None
     on_cpu = started_here and resolve_device(device, config.plan.world) == "cpu"
-    if resume is None:  # a run goes on in its precision
-        config, _ = with_precision(config, on_cpu or device == "cpu")
     machine, uncalibrated = None, ""
     with claimed(folder) if started_here and folder is not None else nullcontext():
         if calibrate and on_cpu and calibration.is_for_this_machine(config):
-            check(config, steps, folder)
+            check(config, config.run.steps, folder)
             if folder is not None and resume is None:
                 check_unused(folder)
             backend = resolve_backend(backend, "cpu")
             machine, uncalibrated = calibration.measured_or_reason(config.plan, backend, recalibrate, announce)
         return run_training(
             config,
-            steps,
-            seed=seed,
+            config.run.steps,
+            seed=config.run.seed,
             device=device,
             backend=backend,
             folder=folder,

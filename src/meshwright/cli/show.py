@@ -76,6 +76,12 @@ def command(
     topic, names, compare = sort_arguments(topic.lower(), names, compare, values)
     kind, typed = kind_of(topic), explicit_options(context)
     refuse_unused(topic, kind, typed, options_of(topic))
+    return show_kind(kind, topic, typed, {**context.params, "names": names, "compare": compare})
+
+
+def show_kind(kind: str, topic: str, typed: dict[str, Any], options: dict[str, Any]) -> None:
+    """Show a topic of a kind. `typed` are the options on the command line, `options` all."""
+    names, as_json = options["names"], options["as_json"]
     if kind == STEP:
         from meshwright.view.show.step import plan_file, show_step
 
@@ -94,18 +100,19 @@ def command(
 
         return pipelines.show(
             topic,
-            stages=stages,
-            microbatches=microbatches,
-            virtual=virtual or None,
-            compare=names if compare else None,
-            html=html or None,
-            trace=trace or None,
+            stages=options["stages"],
+            microbatches=options["microbatches"],
+            virtual=options["virtual"] or None,
+            compare=names if options["compare"] else None,
+            html=options["html"] or None,
+            trace=options["trace"] or None,
             json_out=as_json,
         )
     from meshwright.view.show.collectives import CollectiveRequest, show
 
-    options = {name: context.params[name] for name in CollectiveRequest._fields if name in context.params}
-    return show(CollectiveRequest(topic, **options | {"compare": compare, "names": names}))
+    return show(
+        CollectiveRequest(topic, **{name: options[name] for name in CollectiveRequest._fields if name in options})
+    )
 
 
 def explicit_options(context: typer.Context) -> dict[str, Any]:

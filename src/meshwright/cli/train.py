@@ -57,7 +57,7 @@ def command(
     loss becomes NaN or infinite, 3 if the run does not fit on this machine."""
     from meshwright.training.folder import claimed
     from meshwright.training.launch.rank import placement
-    from meshwright.training.machine import resolve_device, shared_device, with_precision
+    from meshwright.training.machine import shared_device
 
     device = shared_device(device, share_device)
     place = placement(os.environ)
@@ -68,18 +68,9 @@ def command(
     plan = plan_to_train(plan, out, resume, from_scratch)
     asked["set"] += api.run_settings(steps, seed, learning_rate, save_every, start_from or "", profile)
     asked["set"] += api.difference_settings(allow_differences)
-    config = api.load(plan, **asked)
-    if shrink:
-        from meshwright.proof.shrink import small_config
-
-        config, changes = small_config(config.check_trainable(), device)
-        if reports and not as_json:
-            show(*(f"[dim]{change}[/]" for change in changes))
-    elif resume is None:
-        on_cpu = device == "cpu" or (place is None and resolve_device(device, config.plan.world) == "cpu")
-        config, note = with_precision(config, on_cpu)
-        if note and reports and not as_json:
-            show(f"[dim]{note}[/]")
+    config, changes = api.config_to_train(plan, device, shrink, resume is not None, **asked)
+    if changes and reports and not as_json:
+        show(*(f"[dim]{change}[/]" for change in changes))
     folder = resume or out or Path("runs") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if dry_run:
         check_only(config, device, backend, folder, as_json)

@@ -1,8 +1,10 @@
 """`meshwright tune`: measure the most promising plans, one after the other, until none is expected to be faster."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from rich.markup import escape
 
@@ -16,6 +18,10 @@ from meshwright.interop.frameworks import framework_named
 from meshwright.interop.keys import Framework
 from meshwright.interop.logs import compiled
 from meshwright.units import parse_seconds
+
+if TYPE_CHECKING:
+    from meshwright.planner.tune.run import Command
+    from meshwright.planner.tune.session import Tuning
 
 
 @described
@@ -57,7 +63,7 @@ def command(
     target = target_framework(framework, plan)
     if pattern:
         compiled(pattern)
-    least_gain = read_headroom(gain)
+    read_headroom(gain)  # raises before anything runs
     runner = Command(tuple(command) or own_command(device), target, steps, parse_seconds(timeout), pattern).checked()
     question: dict[str, Any] = {**asked, "fix": fix, "most": most, "least": least, "without": without, "allow": allow}
     if not target and not asked["stack"]:
@@ -70,21 +76,7 @@ def command(
             with patient("searching") as progress:
                 config, plans = candidates_of(plan, cluster, target, candidates, progress, **question)
             tuning, unfinished = session.begin(config, plans, out, runner), []
-        reason = f"{runs} runs were made"
-        while len(tuning.trials) < runs:
-            interrupted = bool(unfinished)
-            proposed = (unfinished.pop(), 0.0) if interrupted else tuning.proposed()
-            if proposed is None:
-                reason = "all candidates were run"
-                break
-            number, expected = proposed
-            if expected < least_gain and tuning.best and not interrupted:
-                reason = f"no run is expected to gain {gain} (largest: {expected:.2%})"
-                break
-            report(as_json, view.before(tuning, number, expected))
-            with patient(f"run {len(tuning.trials) + 1}", measurable=False):
-                trial = session.step(tuning, runner, number, expected)
-            report(as_json, view.after(trial))
+        reason = measure(tuning, unfinished, runner, runs, gain, as_json)
         tuning.write_results()
     if as_json:
         show_json(tuning.as_dict() | {"stopped": reason})
@@ -97,6 +89,27 @@ def command(
             why=f"{len(tuning.trials)} runs failed; outputs are in {out}/run-N",
             fix="run the command by hand with the settings of run-1",
         )
+
+
+def measure(tuning: Tuning, unfinished: list[int], runner: Command, runs: int, gain: str, as_json: bool) -> str:
+    """Run candidates until none is expected to gain enough; why it ended."""
+    from meshwright.planner.question import read_headroom
+    from meshwright.planner.tune import session
+    from meshwright.view import tune as view
+
+    while len(tuning.trials) < runs:
+        interrupted = bool(unfinished)
+        proposed = (unfinished.pop(), 0.0) if interrupted else tuning.proposed()
+        if proposed is None:
+            return "all candidates were run"
+        number, expected = proposed
+        if expected < read_headroom(gain) and tuning.best and not interrupted:
+            return f"no run is expected to gain {gain} (largest: {expected:.2%})"
+        report(as_json, view.before(tuning, number, expected))
+        with patient(f"run {len(tuning.trials) + 1}", measurable=False):
+            trial = session.step(tuning, runner, number, expected)
+        report(as_json, view.after(trial))
+    return f"{runs} runs were made"
 
 
 def report(as_json: bool, line: str) -> None:

@@ -18,8 +18,8 @@ from meshwright.describe.model import Model
 from meshwright.describe.sharding import Parameter, parameters
 from meshwright.errors import MeshwrightError, cannot_write
 from meshwright.models.hf.peft_layout import PREFIX, OwnAdapter, Wrapped, without_base_layer, wrapped_modules
+from meshwright.models.hf.places import HfPlace, places
 from meshwright.models.hf.safetensors_file import SafetensorsFile, StoredTensor, write_safetensors
-from meshwright.models.hf.tables import HfPlace, places
 from meshwright.models.hf.weights import FORMAT, check_room, listed
 from meshwright.models.initialise import Weights, box_of
 from meshwright.units import Json

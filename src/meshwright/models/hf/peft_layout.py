@@ -24,7 +24,8 @@ from torch import Tensor
 
 from meshwright.describe.model import Model
 from meshwright.describe.sharding import Parameter, parameters
-from meshwright.models.hf.tables import EXPERT, HfPlace, places
+from meshwright.models.hf.places import HfPlace, places
+from meshwright.models.hf.tables import EXPERT
 from meshwright.models.initialise import Weights
 
 PREFIX = "base_model.model."

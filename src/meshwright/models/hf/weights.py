@@ -34,8 +34,9 @@ from meshwright.describe.model import Model
 from meshwright.describe.sharding import PROJECT, Parameter, parameters
 from meshwright.errors import MeshwrightError, cannot_write
 from meshwright.models.hf.folder import COMPANIONS, CONFIG, INDEX, SINGLE, Folder
+from meshwright.models.hf.places import HfPlace, places
 from meshwright.models.hf.safetensors_file import StoredTensor, write_safetensors
-from meshwright.models.hf.tables import EXPERT, HfPlace, places, table_of
+from meshwright.models.hf.tables import EXPERT, table_of
 from meshwright.models.initialise import Weights
 from meshwright.units import format_bytes
 

@@ -15,7 +15,7 @@ of two. It is the best choice for small blocks.
 
 import numpy as np
 
-from meshwright.programs.collectives.compose import reverse
+from meshwright.programs.collectives.compose import dual
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import Moves, Program, Row, joined, moves, rows
 from meshwright.programs.collectives.registry import algorithm
@@ -38,10 +38,7 @@ def bruck_all_gather(ranks: int, elements: int) -> Program:
     return collective("all-gather", ranks, elements, circle(ranks))
 
 
-@algorithm("reduce-scatter", "bruck")
-def bruck_reduce_scatter(ranks: int, elements: int) -> Program:
-    """The reversed all-gather."""
-    return reverse(bruck_all_gather(ranks, elements))
+bruck_reduce_scatter = dual("reduce-scatter", "bruck", bruck_all_gather)
 
 
 @algorithm("barrier", "dissemination")

@@ -5,6 +5,7 @@
     relabelled(a, …)         the moves of a small program on a subset of the ranks of a larger one, with finer chunks
     in_sequence(op, p, q)    two programs on the same chunks as one, e.g. all-reduce = reduce-scatter then all-gather
     reverse(p)               the dual: the steps in reverse order, each move in the opposite direction, stores become sums
+    dual(…), composition(…)  registered algorithms that are the reverse of one, or several in sequence
 
 Why reversal works: in a broadcast every rank receives each chunk once, so the moves form a tree (or chain, or ring)
 that leads away from the root. Reverse the direction of every move and the order of the steps, and the same tree brings
@@ -14,12 +15,16 @@ path, so its dual, gather, has stores in both directions.
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import wraps
+from inspect import Signature, signature
+from typing import Any
 
 import numpy as np
 
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives.contract import DUAL, collective
 from meshwright.programs.collectives.program import Array, Moves, Program, in_order, joined
+from meshwright.programs.collectives.registry import Builder, algorithm
 
 together = joined
 
@@ -74,6 +79,27 @@ def reverse(program: Program) -> Program:
         root=program.root,
         groups=program.groups,
     )
+
+
+def dual(operation: str, name: str, of: Builder) -> Builder:
+    """Register the reverse of an algorithm, with its options."""
+
+    @wraps(of)
+    def build(ranks: int, elements: int, **options: Any) -> Program:
+        return reverse(of(ranks, elements, **options))
+
+    return algorithm(operation, name)(build)
+
+
+def composition(operation: str, name: str, *parts: Builder, options: Sequence[str] = ()) -> Builder:
+    """Register algorithms that run one after the other; `options` of the parts can be chosen, for all alike."""
+
+    def build(ranks: int, elements: int, **chosen: Any) -> Program:
+        return in_sequence(operation, *(part(ranks, elements, **chosen) for part in parts))
+
+    accepted = signature(parts[0]).parameters
+    build.__signature__ = Signature([accepted[word] for word in ("ranks", "elements", *options)])  # type: ignore[attr-defined]
+    return algorithm(operation, name)(build)
 
 
 def grid(elements: int, parts: set[int]) -> tuple[Array, dict[int, Array]]:

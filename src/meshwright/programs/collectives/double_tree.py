@@ -19,7 +19,7 @@ With k segments per tree, and F steps until the farthest rank has its first two 
 and broadcast: it approaches 2nβ with O(log P) latency, for any P.
 """
 
-from meshwright.programs.collectives.compose import in_sequence, reverse
+from meshwright.programs.collectives.compose import composition, dual
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import Program, Row, rows
 from meshwright.programs.collectives.registry import algorithm
@@ -38,17 +38,10 @@ def double_tree_broadcast(ranks: int, elements: int, root: int = 0, segments: in
     return collective("broadcast", ranks, elements, rows(table), chunks=2 * segments, root=root)
 
 
-@algorithm("reduce", "double-tree")
-def double_tree_reduce(ranks: int, elements: int, root: int = 0, segments: int = SEGMENTS) -> Program:
-    """The reversed broadcast."""
-    return reverse(double_tree_broadcast(ranks, elements, root=root, segments=segments))
-
-
-@algorithm("all-reduce", "double-tree")
-def double_tree_all_reduce(ranks: int, elements: int, segments: int = SEGMENTS) -> Program:
-    """Reduce up both trees, then broadcast down both."""
-    up = double_tree_reduce(ranks, elements, segments=segments)
-    return in_sequence("all-reduce", up, double_tree_broadcast(ranks, elements, segments=segments))
+double_tree_reduce = dual("reduce", "double-tree", double_tree_broadcast)
+double_tree_all_reduce = composition(
+    "all-reduce", "double-tree", double_tree_reduce, double_tree_broadcast, options=("segments",)
+)
 
 
 def trees(ranks: int) -> list[Edge]:

@@ -25,7 +25,7 @@ blocks for that local rank. Then exchange between ranks of equal local rank, g b
 import numpy as np
 
 from meshwright.programs.collectives import ring
-from meshwright.programs.collectives.compose import grid, in_sequence, in_turn, relabelled, reverse, together
+from meshwright.programs.collectives.compose import composition, dual, grid, in_turn, relabelled, together
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import Array, Moves, Program, moves
 from meshwright.programs.collectives.registry import Groups, algorithm
@@ -71,17 +71,10 @@ def two_level_all_gather(ranks: int, elements: int, groups: Groups = ()) -> Prog
     return collective("all-gather", ranks, elements, table, groups=groups)
 
 
-@algorithm("reduce-scatter", "two-level")
-def two_level_reduce_scatter(ranks: int, elements: int, groups: Groups = ()) -> Program:
-    """The reversed all-gather: inside nodes first, then between nodes."""
-    return reverse(two_level_all_gather(ranks, elements, groups=groups))
-
-
-@algorithm("all-reduce", "two-level")
-def two_level_all_reduce(ranks: int, elements: int, groups: Groups = ()) -> Program:
-    """Reduce-scatter inside nodes, reduce-scatter and all-gather of the shards between nodes, all-gather inside nodes."""
-    halves = [build(ranks, elements, groups=groups) for build in (two_level_reduce_scatter, two_level_all_gather)]
-    return in_sequence("all-reduce", *halves)
+two_level_reduce_scatter = dual("reduce-scatter", "two-level", two_level_all_gather)
+two_level_all_reduce = composition(
+    "all-reduce", "two-level", two_level_reduce_scatter, two_level_all_gather, options=("groups",)
+)
 
 
 @algorithm("all-to-all", "two-level")

@@ -30,7 +30,7 @@ With the best k this is 2(F−2)α' + 2n/g·β' + 4√((F−2)α'·n/g·β') bet
 import numpy as np
 
 from meshwright.programs.collectives.bruck import bruck_all_gather, bruck_reduce_scatter
-from meshwright.programs.collectives.compose import in_sequence, in_turn, relabelled, reverse, together
+from meshwright.programs.collectives.compose import composition, dual, in_turn, relabelled, together
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.double_tree import double_tree_broadcast, double_tree_reduce
 from meshwright.programs.collectives.program import Moves, Program, moves
@@ -51,17 +51,10 @@ def multi_ring_all_gather(ranks: int, elements: int, groups: Groups = ()) -> Pro
     return collective("all-gather", ranks, elements, together(tables), chunks=rings, groups=groups)
 
 
-@algorithm("reduce-scatter", "multi-ring")
-def multi_ring_reduce_scatter(ranks: int, elements: int, groups: Groups = ()) -> Program:
-    """The reversed all-gather."""
-    return reverse(multi_ring_all_gather(ranks, elements, groups=groups))
-
-
-@algorithm("all-reduce", "multi-ring")
-def multi_ring_all_reduce(ranks: int, elements: int, groups: Groups = ()) -> Program:
-    """Reduce-scatter, then all-gather."""
-    halves = [build(ranks, elements, groups=groups) for build in (multi_ring_reduce_scatter, multi_ring_all_gather)]
-    return in_sequence("all-reduce", *halves)
+multi_ring_reduce_scatter = dual("reduce-scatter", "multi-ring", multi_ring_all_gather)
+multi_ring_all_reduce = composition(
+    "all-reduce", "multi-ring", multi_ring_reduce_scatter, multi_ring_all_gather, options=("groups",)
+)
 
 
 @algorithm("all-reduce", "rail-tree")

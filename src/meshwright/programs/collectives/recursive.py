@@ -16,7 +16,7 @@ pair sends its data to the even rank first, and receives the result at the end: 
 2(α + nβ) + nγ longer.
 """
 
-from meshwright.programs.collectives.compose import in_sequence, in_turn, relabelled, reverse
+from meshwright.programs.collectives.compose import dual, in_sequence, in_turn, relabelled
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import Program, Row, rows
 from meshwright.programs.collectives.registry import algorithm
@@ -51,10 +51,7 @@ def doubling_all_gather(ranks: int, elements: int) -> Program:
     return collective("all-gather", ranks, elements, rows(table))
 
 
-@algorithm("reduce-scatter", "recursive-halving")
-def halving_reduce_scatter(ranks: int, elements: int) -> Program:
-    """The reversed recursive doubling."""
-    return reverse(doubling_all_gather(ranks, elements))
+halving_reduce_scatter = dual("reduce-scatter", "recursive-halving", doubling_all_gather)
 
 
 @algorithm("all-reduce", "halving-doubling")

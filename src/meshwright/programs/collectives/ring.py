@@ -20,7 +20,7 @@ The bandwidth term is almost independent of P; the latency term is proportional 
 
 import numpy as np
 
-from meshwright.programs.collectives.compose import in_sequence
+from meshwright.programs.collectives.compose import composition
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import Program, moves
 from meshwright.programs.collectives.registry import algorithm
@@ -42,7 +42,4 @@ def reduce_scatter(ranks: int, elements: int) -> Program:
     return collective("reduce-scatter", ranks, elements, table)
 
 
-@algorithm("all-reduce", "ring")
-def all_reduce(ranks: int, elements: int) -> Program:
-    """Reduce-scatter, then all-gather."""
-    return in_sequence("all-reduce", reduce_scatter(ranks, elements), all_gather(ranks, elements))
+all_reduce = composition("all-reduce", "ring", reduce_scatter, all_gather)

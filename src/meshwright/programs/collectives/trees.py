@@ -19,7 +19,7 @@ their bottleneck.
 
 import numpy as np
 
-from meshwright.programs.collectives.compose import in_sequence, reverse
+from meshwright.programs.collectives.compose import composition, dual, in_sequence
 from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import Program, Row, moves, rows
 from meshwright.programs.collectives.registry import algorithm
@@ -74,46 +74,19 @@ def binomial_scatter(ranks: int, elements: int, root: int = 0) -> Program:
     return collective("scatter", ranks, elements, rows(table), root=root)
 
 
-@algorithm("reduce", "naive")
-def naive_reduce(ranks: int, elements: int, root: int = 0, chunks: int = 1) -> Program:
-    """Each rank in turn sends its buffer to the root, which adds it."""
-    return reverse(naive_broadcast(ranks, elements, root=root, chunks=chunks))
+naive_reduce = dual("reduce", "naive", naive_broadcast)
+binomial_reduce = dual("reduce", "binomial", binomial_broadcast)
 
 
-@algorithm("reduce", "binomial")
-def binomial_reduce(ranks: int, elements: int, root: int = 0, chunks: int = 1) -> Program:
-    """Partial sums travel up the binomial tree, from the leaves to the root."""
-    return reverse(binomial_broadcast(ranks, elements, root=root, chunks=chunks))
+chain_reduce = dual("reduce", "chain", chain_broadcast)
+naive_gather = dual("gather", "naive", naive_scatter)
 
 
-@algorithm("reduce", "chain")
-def chain_reduce(ranks: int, elements: int, root: int = 0, segments: int = SEGMENTS) -> Program:
-    """Segments travel along the chain to the root; each rank adds its local segment."""
-    return reverse(chain_broadcast(ranks, elements, root=root, segments=segments))
+binomial_gather = dual("gather", "binomial", binomial_scatter)
+naive_all_reduce = composition("all-reduce", "naive", naive_reduce, naive_broadcast)
 
 
-@algorithm("gather", "naive")
-def naive_gather(ranks: int, elements: int, root: int = 0) -> Program:
-    """Each rank in turn sends its shard to the root."""
-    return reverse(naive_scatter(ranks, elements, root=root))
-
-
-@algorithm("gather", "binomial")
-def binomial_gather(ranks: int, elements: int, root: int = 0) -> Program:
-    """Shards travel up the binomial tree to the root."""
-    return reverse(binomial_scatter(ranks, elements, root=root))
-
-
-@algorithm("all-reduce", "naive")
-def naive_all_reduce(ranks: int, elements: int) -> Program:
-    """Every rank sends to rank 0 in turn; then rank 0 sends the sum to every rank in turn."""
-    return in_sequence("all-reduce", naive_reduce(ranks, elements), naive_broadcast(ranks, elements))
-
-
-@algorithm("all-reduce", "tree")
-def tree_all_reduce(ranks: int, elements: int) -> Program:
-    """Reduce up a binomial tree, then broadcast down the same tree."""
-    return in_sequence("all-reduce", binomial_reduce(ranks, elements), binomial_broadcast(ranks, elements))
+tree_all_reduce = composition("all-reduce", "tree", binomial_reduce, binomial_broadcast)
 
 
 @algorithm("all-gather", "tree")
