@@ -25,6 +25,7 @@ import numpy as np
 
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.variants import COMPRESSIONS
+from meshwright.lower.gradients import ENDS
 from meshwright.lower.program import AFTER_LAYERS, Array, Column, RankProgram, StepProgram, present
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
@@ -35,7 +36,9 @@ def state_memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
     b = program.batch
     out: dict[str, Array] = {"parameters": np.zeros(b.n), "gradients": np.zeros(b.n), "optimizer": np.zeros(b.n)}
     for group, size in rank.frozen.items():
-        out["parameters"] += np.where(b.zero >= 3, size / b.size(DATA_AXES[group].shard), size)
+        whole = _scales(program, rank, group) if b.stack.whole_scales else 0.0
+        shards = (size - whole) / b.size(DATA_AXES[group].shard) + whole
+        out["parameters"] += np.where(b.zero >= 3, shards, size)
     on_device = np.where(b.offload_states, 0.0, 1.0)
     master = np.where(b.master & (b.param_bytes < 4), 4.0, 0.0)
     shards: Array = b.param_bytes * np.ones(b.n)  # bytes of an element of a ZeRO-3 shard besides its master
@@ -75,6 +78,15 @@ def state_memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
             sent = sum(rank.counts[kind] * program.loads[kind][group].fp8 for kind in layers)
             out["parameters"] += np.where(b.gathers_fp8_weights(group), sent / b.size(axes.shard), 0.0)
     return out
+
+
+def _scales(program: StepProgram, rank: RankProgram, group: str) -> Array:
+    """Bytes of the scales of a rank's quantised weights of a group."""
+    adapter = program.batch.model.adapter
+    if adapter.base == "plain":
+        return 0.0
+    loads = {block: groups[group] for block, groups in program.loads.items()}
+    return rank.total({block: load.packed_bytes - adapter.code_bytes(load.packed) for block, load in loads.items()})
 
 
 def largest_state(program: StepProgram) -> Column:
@@ -267,9 +279,11 @@ def gathered_memory(program: StepProgram, rank: RankProgram) -> Array:
 
     largest, copies = _largest(program, rank, program.gathered), np.where(b.prefetch, 2.0, 1.0)
     units = copies * largest
-    if (
-        b.stack.gradient_views and b.model.tied
-    ):  # the ends of the model are one unit, which stays gathered in the whole backward
+    if b.stack.root_unit:  # gathered beside the layers in the whole of backward
+        ends = {end: rank.counts[end] * program.gathered[end] for end in ENDS if end in program.gathered}
+        layers = {block: size for block, size in program.gathered.items() if block not in ENDS}
+        units = copies * _largest(program, rank, layers) + sum(ends.values())
+    elif b.stack.gradient_views and b.model.tied:  # the ends of the model are one unit, which stays gathered as well
         both = rank.counts["embedding"] * rank.counts["head"] * program.gathered["embedding"]
         units = units + np.where(both < largest, both, 0.0)
     return np.where(b.zero == 3, np.where(b.reshard, np.minimum(units, rank.gathered), rank.gathered), 0.0)

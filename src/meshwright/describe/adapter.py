@@ -156,6 +156,10 @@ class Adapter(Described):
         """Bytes of a row of the quantised base on a rank that has these columns of it."""
         return PACKINGS[self.base].row_bytes(columns, self.double_quantised, first)
 
+    def code_bytes(self, columns: Number) -> Number:
+        """The part of `row_bytes` without the scales."""
+        return PACKINGS[self.base].code_bytes(columns)
+
 
 def is_adaptable(module: str) -> bool:
     """Whether the matrix of a module may have an adapter, or be quantised: those of mixers, FFNs and experts."""

@@ -161,6 +161,10 @@ class Stack(Described):
     """compressions of gradients that the stack can run; the planner offers only these"""
     fp32_shards: bool = False
     """ZeRO-3 shards are in fp32 and are the masters; parameters in 16 bits exist only while they are gathered"""
+    root_unit: bool = False
+    """ZeRO-3: the embedding and the head are one unit, the model's root, which is gathered for the whole of backward"""
+    whole_scales: bool = False
+    """ZeRO-3 shards the codes of a quantised base and not its scales, which bitsandbytes keeps outside the parameter"""
     flat_shards: bool = False
     """ZeRO-1 and 2 shard one flat buffer in buckets; otherwise each unit, with the rows of each tensor padded to the ranks"""
     zero_reduction: Literal["buckets", "whole"] = "buckets"

@@ -34,6 +34,8 @@ from meshwright.interop.stages import stages
 #     async_linears    a collective behind one product of its layer   stack.async_linears
 #     eager            attention stores its scores                    stack.attention
 #     fused_loss       the loss needs no full logits                  stack.fused
+#     fused_norm       norms are one kernel; fused_activation alike   stack.fused
+#     wrapped_ends     the embedding and the head are units           stack.root_unit
 #     saves, loads     who collects the state of a checkpoint         stack.saves, stack.loads
 #
 # The entries of the catalog are stacks with the overlap that their frameworks' tuned recipes switch on. A framework's table has the
@@ -65,8 +67,12 @@ def switch_stack(facts: Facts, plan: dict[str, Any], stack: Stack) -> dict[str, 
     stated = {name: facts[name] for name in ("saves", "loads") if facts.get(name)}
     if facts.get("eager"):
         stated["attention"] = "stored"
-    if facts.get("fused_loss") and "loss" not in stack.fused:
-        stated["fused"] = (*stack.fused, "loss")
+    parts = {part: facts.get(f"fused_{part}") for part in ("loss", "norm", "activation")}
+    split = {part for part, on in parts.items() if on is False and part != "loss"}  # `memory` counts an unfused loss
+    kept = tuple(part for part in stack.fused if part not in split)
+    stated["fused"] = (*kept, *(part for part, on in parts.items() if on and part not in kept))
+    if facts.get("wrapped_ends"):
+        stated["root_unit"] = False
     if facts.get("overlap_p2p") is not None and plan["pp"] > 1 and plan.get("virtual", 1) > 1:
         stated["blocking_p2p"] = not facts["overlap_p2p"]
     if facts.get("async_linears") is False and plan["tp"] > 1:

@@ -133,6 +133,8 @@ def _expert_values(model: Model) -> int:
 #             vocabulary is split over tensor-parallel ranks by DTensor, whose backward holds four fp32 tensors of that size
 # 8 bits      Transformer Engine keeps the inputs of fp8 products in 8 bits, and of fp4 products in 4: about half of what a layer saves
 # resharding  FSDP in a pipeline that frees weights after each forward holds those of two layers, not of the stage
+# rounds      it reduces the gradients of a stage after the stage's last micro-batch of a call: where that is one round of an interleaved schedule,
+#             backward goes stage by stage, and those of two stages are unsharded together
 # pipeline    torch.distributed.pipelining has a receive buffer for the input and for the output gradient of each micro-batch, and keeps
 #             the outputs of those in flight: 2·M·v tensors of b·s·h beyond the saved inputs. Unless `return_outputs` is false, the last
 #             stage keeps the logits of all M micro-batches
@@ -226,6 +228,9 @@ def _stage(parts: dict[str, float], share: float, reading: SettingsReading) -> f
         held = out["gathered"] * min(1.0, 2 / layers)
         freed += out["gathered"] - held
         out["gathered"] = held
+    if plan.zero == 3 and plan.virtual > 2 and 0 < _pipeline_microbatches(reading) <= plan.pp:
+        whole = 2 / plan.virtual
+        out["gradients"] *= whole + (1 - whole) / plan.shard
     if plan.zero == 3 and reading.stack.name == "deepspeed":
         live = min(facts.get("live_parameters") or LIVE_PARAMETERS, model.total / plan.tp)
         out["gathered"] = max(out["gathered"], 2 * live / GIB)

@@ -40,6 +40,8 @@ def _derive(facts: Facts) -> None:
         facts["state_dtype"] = "bf16"  # FSDP2 does that in the dtype of the reduction, fp32 by default
         if facts.get("pp", 1) == 1:
             facts["grad_dtype"] = "bf16"
+    # torchao quantises the input of a product in the kernel before it only if that is compiled.
+    facts["fused_activation"] = bool(facts.pop("compiled", False)) or facts.get("eight") != "fp8"
     if facts.get("model.kv_rank") and facts.get("model.nope_dim"):
         facts["model.attention"] = "mla"
     if facts.get("quantised") == 32:
@@ -53,6 +55,8 @@ def _restate(facts: Facts) -> None:
     if facts.get("adapter_kind"):
         facts["adapter_kind"] = "lora"
         facts["adapter_targets"] = [f"*.{word}" for word in facts.get("adapter_targets") or ()] or None
+    if facts.get("eight") == "fp8":
+        facts["compiled"] = True  # as the stack is predicted
     replicas = facts.pop("sharding", "none") == "none"
     only_data = all((facts.get(axis) or 1) == 1 for axis in ("tp", "cp", "pp", "ep"))
     facts["fsdp"] = "ddp" if replicas and only_data else "fsdp2"
@@ -122,6 +126,7 @@ TABLE = Table(
         Key("dataset.padding", "dynamic_length", words={"do_not_pad": True}, match=((".", None),), read_only=True),
         Key("loss_fn.fp32_upcast", "half_loss", words={True: False, False: True}, read_only=True),
         Key("loss_fn._target_", "fused_loss", match=(("linear_ce|fused", True), (".", False))),
+        Key("compile.enabled", "compiled", words={True: True, False: None}, default=None),
         Key("model.attn_implementation", "eager", words={"eager": True}, match=((".", None),), was=("model.backend.attn",), read_only=True),
         Key("peft._target_", "adapter_kind", words={"nemo_automodel.components._peft.lora.PeftConfig": "lora"}, match=((".", "lora"),)),
         *rows((("dim", "adapters"), ("alpha", "adapter_alpha"), ("dropout", "adapter_dropout"), ("target_modules", "adapter_targets")), prefix="peft."),

@@ -133,6 +133,9 @@ AXOLOTL_TABLE = Table(
         Key("plugins", "fused_loss", match=(("CutCrossEntropy", True), (".", None)), read_only=True),
         *(Key(name, "fused_loss", words={True: True, False: None}, read_only=True)
           for name in ("cut_cross_entropy", "chunked_cross_entropy", "liger_fused_linear_cross_entropy")),
+        *(Key(name, fact, words={True: True, False: None}, read_only=True) for name, fact in (
+            ("liger_rms_norm", "fused_norm"), ("liger_glu_activation", "fused_activation"), ("torch_compile", "fused_norm"),
+            ("torch_compile", "fused_activation"))),
         Key("adapter", "adapter_kind", words={"lora": "lora", "qlora": "qlora", None: None}),
         *rows((("lora_r", "adapters"), ("lora_alpha", "adapter_alpha"), ("lora_dropout", "adapter_dropout"), ("lora_target_modules", "adapter_targets"),
                ("lora_modules_to_save", "adapter_trains"))),

@@ -11,6 +11,9 @@ SHARED = (
 )
 
 
+LIGER = ("fused_loss", "fused_norm", "fused_activation")  # by Liger's kernels
+
+
 def _pure_half(facts: Facts) -> None:
     """Everything is kept in the dtype of the parameters: no master weights."""
     if facts.get("half") == "bf16":
@@ -46,6 +49,8 @@ TORCHTUNE = Framework(
             Key("enable_activation_offloading", "offload_activations", words=SWITCH, default=False),
             Key("fsdp_cpu_offload", "offload_parameters", words=SWITCH, was=("fsdp.cpu_offload",)),
             Key("fsdp_reshard_after_forward", "reshard", words=SWITCH),
+            Key("custom_sharded_layers", "wrapped_ends", match=(("output", True), (".", None))),
+            *(Key("compile", fact, words={True: True, False: None}) for fact in ("fused_norm", "fused_activation")),
             Key("enable_async_checkpointing", "saves", words={True: "copied", False: None}),
             Key("dtype", "half", words={"bf16": "bf16", "fp32": "fp32"}),
             Key("optimizer._component_", "optimizer", match=OPTIMIZERS),
@@ -54,8 +59,7 @@ TORCHTUNE = Framework(
             Key("model.lora_rank", "adapters"),
         ),
         not_modelled=(
-        *SHARED, r"^model\.", r"^optimizer", r"custom_sharded|memory_efficient|tensor_parallel_plan|ac_option", r"optimizer_in_bwd|low_cpu",
-        r"compile",
+        *SHARED, r"^model\.", r"^optimizer", r"memory_efficient|tensor_parallel_plan|ac_option", r"optimizer_in_bwd|low_cpu",
     ),
         derive=_torchtune,
     ),
@@ -176,7 +180,7 @@ TRAINER_KEYS = (
     *FILE,
     Key("fsdp", "fsdp", match=((".", 1),), unset=("", [])),
     Key("fsdp", "offload_parameters", match=(("offload", True), (".", None)), unset=("", [])),
-    Key("use_liger_kernel", "fused_loss", words=BOTH),
+    *(Key("use_liger_kernel", fact, words=BOTH) for fact in LIGER),
     Key("attn_implementation", "eager", words={"eager": True}, match=((".", None),), was=("attn_impl",)),
     Key("tuner_type", "adapter_kind", match=(("lora", "lora"), (".", "full")), was=("train_type", "sft_type")),
     Key("use_peft", "adapter_kind", words={True: "lora", False: "full"}),
@@ -259,7 +263,7 @@ LLAMA_FACTORY = Framework(
             Key("cutoff_len", "seq"),
             Key("disable_gradient_checkpointing", "recompute", words={True: "none", False: "full"}, default="full"),  # of Trainer
             Key("recompute_granularity", "recompute", words={"full": "full", "selective": "selective", "none": "none"}),  # of Megatron
-            Key("enable_liger_kernel", "fused_loss", words={True: True, False: None}),
+            *(Key("enable_liger_kernel", fact, words={True: True, False: None}) for fact in LIGER),
             Key("flash_attn", "eager", words={"disabled": True}, match=((".", None),)),
             Key("bf16", "half", words={True: "bf16", False: "fp32"}),
             Key("fp16", "half", words={True: "fp16", False: None}),

@@ -76,7 +76,9 @@ def _derive(facts: Facts) -> None:
     compiled, parts = facts.pop("compiled", False), facts.get("compiled_parts")
     facts["fused_loss"] = compiled and "loss" in (parts or "loss")
     # The compiler cuts products.
-    facts["overlap_tp"] = bool(facts.get("overlap_tp") and compiled and "model" in (parts or "model"))
+    layers = compiled and "model" in (parts or "model")
+    facts["overlap_tp"] = bool(facts.get("overlap_tp") and layers)
+    facts["fused_activation"] = layers
     if facts.get("model") and facts.get("flavor"):
         facts["model"] = f"{facts['model']} {facts['flavor']}"
 
