@@ -7,10 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
 import torch
 
 from meshwright.cost.memory import memory
@@ -22,8 +18,10 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.interop.recipes import check
 from meshwright.predict.estimate import lowered
+from meshwright.predict.prediction import element
 
-SIZES = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 128}
+transformers = pytest.importorskip("transformers")
+
 THREADS = Path(__file__).parents[2] / "benchmarks/recipe_threads.jsonl"
 SEQ = 32
 
@@ -51,12 +49,11 @@ def saved_bytes(layers: int) -> int:
 @pytest.mark.parametrize("stack", ["accelerate", "axolotl", "huggingface", "deepspeed"])
 def test_a_layer_of_transformers_keeps_what_is_counted(stack: str) -> None:
     """But for the scale of each norm, in fp32: 4 bytes per token."""
-    config = Config(
-        Model(name="tiny", **SIZES), catalog.load("clusters", "dgx-h100").with_gpus(1), Plan(), Workload(batch=1, seq=SEQ),
-        catalog.load("stacks", stack),
-    )  # fmt: skip
+    model = Model(name="tiny", layers=2, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=128)
+    cluster = catalog.load("clusters", "dgx-h100").with_gpus(1)
+    config = Config(model, cluster, Plan(), Workload(batch=1, seq=SEQ), catalog.load("stacks", stack))
     _, _, program = lowered(config)
-    counted = sum(float(size[0]) for size in program.saved["dense"].values())
+    counted = sum(element(size, 0) for size in program.saved["dense"].values())
     assert saved_bytes(3) - saved_bytes(2) == counted + 2 * 4 * SEQ
 
 
@@ -84,7 +81,7 @@ def test_scales_of_a_quantised_base_are_not_sharded_and_the_root_stays_gathered(
 
     def parts(**changed: bool) -> dict[str, float]:
         _, _, program = lowered(Config(model, cluster, plan, workload, stack.but(**changed)))
-        return {part: float(size[0]) for part, size in memory(program, program.ranks[0]).items()}
+        return {part: element(size, 0) for part, size in memory(program, program.ranks[0]).items()}
 
     whole, sharded, units = parts(), parts(whole_scales=False), parts(root_unit=False)
     matrices = model.total - 2 * model.padded_vocab * model.hidden

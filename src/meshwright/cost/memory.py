@@ -37,8 +37,7 @@ def state_memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
     out: dict[str, Array] = {"parameters": np.zeros(b.n), "gradients": np.zeros(b.n), "optimizer": np.zeros(b.n)}
     for group, size in rank.frozen.items():
         whole = _scales(program, rank, group) if b.stack.whole_scales else 0.0
-        shards = (size - whole) / b.size(DATA_AXES[group].shard) + whole
-        out["parameters"] += np.where(b.zero >= 3, shards, size)
+        out["parameters"] += np.where(b.zero >= 3, (size - whole) / b.size(DATA_AXES[group].shard) + whole, size)
     on_device = np.where(b.offload_states, 0.0, 1.0)
     master = np.where(b.master & (b.param_bytes < 4), 4.0, 0.0)
     shards: Array = b.param_bytes * np.ones(b.n)  # bytes of an element of a ZeRO-3 shard besides its master

@@ -245,7 +245,9 @@ def kept_bytes(b: Batch, linear: Linear, element: float) -> float:
     so too. It keeps nothing where the input is the output of a norm or of an activation: backward computes that again from tensors that are kept
     anyway. The backward of attention reads its output in 16 bits too. Routed experts are not compiled."""
     precision, compiled = b.workload.precision, b.stack.fp8_passes > 0
-    if compiled and "activation" not in b.stack.fused:  # torchao's layers, not compiled, save the input before it is quantised
+    if (
+        compiled and "activation" not in b.stack.fused
+    ):  # torchao's layers, not compiled, save the input before it is quantised
         return element
     quantised = b.workload.scaling == "tensor" and precision == "fp8" if compiled else b.stack.keeps_quantised
     if not quantised or precision not in QUANTISED or linear.part in ("head", "router"):
