@@ -25,8 +25,7 @@ import numpy as np
 
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.variants import COMPRESSIONS
-from meshwright.lower.gradients import ENDS
-from meshwright.lower.program import AFTER_LAYERS, Array, Column, RankProgram, StepProgram, present
+from meshwright.lower.program import AFTER_LAYERS, ENDS, Array, Column, RankProgram, StepProgram, present
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
 

@@ -35,10 +35,8 @@ from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.variants import COMPRESSIONS
 from meshwright.lower.batch import Batch
 from meshwright.lower.compressed import on_the_wire
-from meshwright.lower.program import Array, Load, Op, StageBlocks, StepProgram, collective_op, present
+from meshwright.lower.program import ENDS, Array, Load, Op, StageBlocks, StepProgram, collective_op, present
 from meshwright.lower.stages import blocks_by_stage, stage_ranges
-
-ENDS = ("embedding", "head")
 
 
 class GradientMessage(NamedTuple):

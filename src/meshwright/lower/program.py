@@ -33,6 +33,7 @@ DATA_PARALLEL = (
     "dense",
     "expert",
 )  # groups of parameters, and the parts of ZeRO's operations: reduced over dp·cp, and over expert_dp
+ENDS = ("embedding", "head")
 AFTER_LAYERS = ("head", "mtp")  # blocks that run backward directly after forward
 EXCHANGE, ORTHOGONALISE = "exchange-matrices", "orthogonalise"  # Muon's operations once per step
 NARROW = ("fp8", "mxfp8", "fp4")  # arithmetic narrower than the 16 bits in which activations are kept

@@ -15,11 +15,10 @@ from meshwright.describe.workload import Workload
 from meshwright.lower import ends, footprint, frozen, gradients, muon, offload
 from meshwright.lower.attention_dropout import working_bytes
 from meshwright.lower.batch import Batch
-from meshwright.lower.gradients import ENDS
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.layer_kinds import layer
 from meshwright.lower.pipeline_ranks import add_ranks
-from meshwright.lower.program import DATA_PARALLEL, Array, Load, Op, StepProgram, collective_op, present
+from meshwright.lower.program import DATA_PARALLEL, ENDS, Array, Load, Op, StepProgram, collective_op, present
 from meshwright.lower.recompute import activation_bytes, resolve_recompute_budget
 from meshwright.lower.stages import average_blocks
 
