@@ -6,7 +6,7 @@ import pytest
 from test_lint import config, overridden
 
 from meshwright.describe.config import Config
-from meshwright.planner.advice.changes import Change, first_changes, single_changes
+from meshwright.planner.advice.changes import Change, candidates, first_changes, priced
 from meshwright.predict.estimate import estimate
 
 WIDE = config("llama3-8b", "dgx-h100", 64, 128, 8192, tp=8, sp=True, pp=2, shard=4, zero=1, recompute="full")
@@ -22,22 +22,22 @@ def same_as_estimate(c: Config, change: Change) -> None:
 
 @pytest.mark.parametrize("c", [WIDE, EXPERTS])
 def test_a_chip_shows_what_estimate_says(c: Config) -> None:
-    by_field = single_changes(c)
-    assert {"tp", "pp", "zero", "microbatch", "recompute", "schedule"} <= by_field.keys()
-    legal = [change for group in by_field.values() for change in group if change.plan]
+    changes = priced(c, candidates(c, c.plan))
+    assert {"tp", "pp", "zero", "microbatch", "recompute", "schedule"} <= {change.fields[0][0] for change in changes}
+    legal = [change for change in changes if change.plan]
     for change in legal[:: len(legal) // 12]:
         same_as_estimate(c, change)
 
 
 def test_an_illegal_value_has_its_reason() -> None:
-    refused = [change for group in single_changes(EXPERTS).values() for change in group if change.plan is None]
+    refused = [change for change in priced(EXPERTS, candidates(EXPERTS, EXPERTS.plan)) if change.plan is None]
     assert refused
     assert all(change.reason and change.step_time_s is None for change in refused)
 
 
 def test_the_best_single_change_comes_first() -> None:
     best, *_ = first_changes(WIDE)
-    singles = [change for group in single_changes(WIDE).values() for change in group if change.fits]
+    singles = [change for change in priced(WIDE, candidates(WIDE, WIDE.plan)) if change.fits]
     assert best.saved >= max(change.saved for change in singles) > 0
     same_as_estimate(WIDE, best)
 

@@ -203,7 +203,9 @@ def _mean(
     program: StepProgram, times: dict[tuple[str, str], PhaseTime], ranks: list[RankTime], boundary: Array
 ) -> list[Array]:
     """Mean f, i, w over the ranks. A batch evaluates only a few ranks, so it uses a rank that holds the mean of all blocks."""
-    if program.every_rank:
+    if program.averaged:
+        ranks = [rank_time(program, times, blocks, boundary) for blocks in program.averaged]
+    if program.every_rank or program.averaged:
         return [mean_of_ranks(program.batch, [getattr(rank, name) for rank in ranks]) for name in ("f", "i", "w")]
     mean = rank_time(program, times, program.mean, boundary) if len(ranks) > 1 else ranks[0]
     return [mean.f, mean.i, mean.w]

@@ -46,13 +46,12 @@ def computed_masks(b: Batch, kind: str) -> int:
     return 2 if computes_masks(b) and kind != "head" else 0
 
 
-def core_ops(b: Batch, core: AttentionCore, heads: Array, positions: float) -> dict[str, list[Op]]:
+def core_ops(b: Batch, core: AttentionCore, heads: Array, positions: Array) -> dict[str, list[Op]]:
     """softmax(QKᵀ)V with some of its probabilities dropped, forward and backward."""
-    seq = float(b.workload.seq)
     flops = b.tokens * heads * (core.qk + core.v) * positions  # of each of the two products
     scores = b.tokens * heads * positions * WIDE
     operands = b.tokens * heads * (core.qk + core.v) * WIDE
-    shape = (b.microbatch * heads, seq / b.cp, positions, float(core.qk))
+    shape = (b.microbatch * heads, b.seq / b.cp, positions, float(core.qk))
     dtype = "fp32" if b.workload.precision in ("bf16", "fp16", *NARROW) else ""
     tiles = np.ceil(scores / WIDE / TILE)
     out = {}
@@ -71,6 +70,6 @@ def working_bytes(b: Batch) -> Array:
     if core is None or not is_tiled(b):
         return 0.0
     heads, kv = core.heads / b.tp, np.maximum(core.kv_heads / b.tp, 1.0)
-    scores = b.tokens * heads * b.workload.seq
+    scores = b.tokens * heads * b.seq
     widened = b.tokens * (heads * core.qk + 2 * kv * (core.qk + core.v))
     return WIDE * (LIVE * np.minimum(scores, TILE) + widened)

@@ -40,7 +40,7 @@ def in_tiles(b: Batch) -> Column:
 
 def core_ops(b: Batch, core: AttentionCore, heads: Array, on: Array) -> dict[str, list[Op]]:
     """softmax(QKᵀ)V of one layer over all blocks of keys, forward and backward, for the plans where `on`."""
-    seq, ranks = float(b.workload.seq), b.cp
+    seq, ranks = b.seq, b.cp
     zigzag = b.model.causal & ((b.cp_kind == RING) | (seq % (2 * ranks) == 0))
     rows = seq / ranks
     columns = rows * np.where(zigzag, (ranks + 1) / 2, ranks)

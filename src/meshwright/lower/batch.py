@@ -9,7 +9,7 @@ The placement of an axis is described by two numbers per level: its group's size
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise, starmap
 from types import SimpleNamespace
@@ -91,7 +91,7 @@ class Batch(PlanArrays):
         workload: Workload,
         stack: Stack,
         some_recomputed: dict[int, Plan] | None = None,
-        batches: Any = None,
+        workloads: Sequence[Workload] = (),
     ) -> None:
         numbers = {name: plans.columns[name].astype(float, copy=False) for name in NUMBERS}
         super().__init__(**{**plans.columns, **numbers})
@@ -100,12 +100,16 @@ class Batch(PlanArrays):
         self.n = len(self.tp)
         self.async_linears = stack.async_linears != "none"
         self.world = self.dp * self.tp * self.cp * self.pp
-        self.microbatches = (workload.batch if batches is None else batches) / (self.microbatch * self.dp)
+        # Samples of a step, and tokens of one: columns where the workloads of the plans differ.
+        self.samples: Any = np.array([w.batch for w in workloads]) if workloads else workload.batch
+        lengths = {w.seq for w in workloads}
+        self.seq: Any = np.array([float(w.seq) for w in workloads]) if len(lengths) > 1 else float(workload.seq)
+        self.microbatches = self.samples / (self.microbatch * self.dp)
         # Tokens of one micro-batch on one rank; a model without a sequence has one "token" per sample.
-        self.tokens = self.microbatch * (workload.seq if model.kind == "transformer" else 1.0) / self.cp
+        self.tokens = self.microbatch * (self.seq if model.kind == "transformer" else 1.0) / self.cp
         # Attention of the slowest data-parallel rank over the mean, where documents have different lengths.
         deviation = packed(workload.lengths, workload.seq).deviation
-        self.slowest = slowest(deviation, self.dp, workload.batch / self.dp) if deviation else np.ones(self.n)
+        self.slowest = slowest(deviation, self.dp, self.samples / self.dp) if deviation else np.ones(self.n)
         self.busiest = model.router.busiest(workload.imbalance, workload.loads, self.ep)  # load of an expert rank
         self.seq_split = np.where(self.sp, self.tp, 1.0)  # what shards the regions between the products
         self.order = np.where(plans.order == STACK_ORDER, ORDERS.index(tuple(stack.order)), plans.order)
@@ -129,13 +133,22 @@ class Batch(PlanArrays):
         self._strides = self._axis_strides()
 
     @classmethod
-    def of(cls, plans: Sequence[Plan], model: Model, workload: Workload, stack: Stack, batches: Any = None) -> Batch:
-        """The batch of some plans. A plan that is there several times (with other numbers of the stack) is read once. `batches`: the samples per
-        step of each plan, where they are not those of the workload."""
+    def of(
+        cls, plans: Sequence[Plan], model: Model, workload: Workload, stack: Stack, workloads: Sequence[Workload] = ()
+    ) -> Batch:
+        """The batch of some plans. A plan that is there several times (with other numbers of the stack) is read once. `workloads`: one of each
+        plan, where they differ in the samples of a step and the length of a sequence."""
         first = {id(plan): in_framework(plan, model, stack) for plan in plans}
         plans = [first[id(plan)] for plan in plans]
         partly = {i: p for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers}
-        return cls(PlanArrays.of_plans(plans), model, workload, stack, partly, batches)
+        return cls(PlanArrays.of_plans(plans), model, workload, stack, partly, workloads)
+
+    def by_length(self, function: Callable[[float], float]) -> Any:
+        """A function of the length of a sequence without masks between documents, for each plan."""
+        if isinstance(self.seq, float):
+            return function(self.workload.attended)
+        distinct, rows = np.unique(self.seq, return_inverse=True)
+        return np.array([function(length) for length in distinct.tolist()])[rows]
 
     def _set_dtypes(self, plans: PlanArrays) -> None:
         """Bytes of an element of what the plan names dtypes of, and how gradients are sent: 16 bits on the wire are a dtype; 8 bits are a

@@ -281,4 +281,4 @@ def _width(b: Batch, s: Saved, element: float) -> Array:
     size = element if not s.bytes_ else s.bytes_
     if s.name == "logits" and "loss" in b.stack.fused:
         size = element
-    return (s.width + s.per_position * b.workload.seq) * size
+    return (s.width + s.per_position * b.seq) * size

@@ -152,8 +152,8 @@ class LayerLowering(BlockBuilder):
         b, m = self.b, self.m
         core = self.block.attention
         assert core is not None
-        seq = b.workload.attended
-        positions, _ = m.positions_of(core, seq, b.stack.attention != "stored")
+        seq = b.by_length(lambda length: length)
+        positions = b.by_length(lambda length: m.positions_of(core, length, b.stack.attention != "stored")[0])
         if attention_dropout.is_tiled(b):
             for phase, ops in attention_dropout.core_ops(b, core, heads, positions).items():
                 self.phases[phase] += ops

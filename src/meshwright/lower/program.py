@@ -209,6 +209,7 @@ class StepProgram:
         default_factory=lambda: StageBlocks(0.0, {})
     )  # fractions of blocks: the mean of all ranks
     ranks: list[RankProgram] = field(default_factory=list)  # those that can be the slowest or the fullest, or all
+    averaged: list[StageBlocks] = field(default_factory=list)  # all ranks, where their times are averaged one by one
     every_rank: bool = False  # whether `ranks` are all; of a plan with fewer than others the last one is repeated
     stages: list[StageBlocks] = field(default_factory=list)
     closing: list[Op] = field(default_factory=list)  # of the rank with the most elements: it finishes last

@@ -25,8 +25,8 @@ def select_positions(low: BlockBuilder, core: AttentionCore) -> None:
     low.collective("F", "gather-index-keys", "attention", "all_gather", "cp", keys, (b.cp > 1) * 1.0)
     low.collective("I", "scatter-index-grad", "attention", "reduce_scatter", "cp", keys, (b.cp > 1) * 1.0)
     # Each tensor-parallel rank scores a share of the queries and gathers the positions that the others selected.
-    seq, own = b.workload.attended, b.tokens / b.tp
-    _, candidates = m.positions_of(core, seq)
+    seq, own = b.by_length(lambda length: length), b.tokens / b.tp
+    candidates = b.by_length(lambda length: m.positions_of(core, length)[1])
     scores = own * candidates * SCORE_BYTES
     shape = (b.microbatch * m.index_heads, seq / b.cp / b.tp, seq / max(core.ratio, 1), float(m.index_dim))
     flops = 2.0 * own * core.index * candidates

@@ -31,14 +31,14 @@ def step_program(
     element: float = 0.0,
     every_rank: bool = False,
     stages: bool = False,
-    batches: Any = None,
+    workloads: Sequence[Workload] = (),
 ) -> StepProgram:
-    """The step program of one plan or many, which must be legal (`Plan.check`), as `lower` makes it. `batches` as in `Batch.of`."""
+    """The step program of one plan or many, which must be legal (`Plan.check`), as `lower` makes it. `workloads` as in `Batch.of`."""
     plans = [plans] if isinstance(plans, Plan) else plans
     plans = [
         resolve_recompute_budget(model, plan, workload, stack) if plan.recompute == "auto" else plan for plan in plans
     ]
-    return lower(Batch.of(plans, model, workload, stack or Stack(), batches), element, every_rank, stages)
+    return lower(Batch.of(plans, model, workload, stack or Stack(), workloads), element, every_rank, stages)
 
 
 def lower(batch: Batch, element: float = 0.0, every_rank: bool = False, stages: bool = False) -> StepProgram:

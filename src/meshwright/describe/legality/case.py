@@ -45,6 +45,7 @@ class Case(PlanArrays):
         self.given = _given(
             model is not None, workload is not None, cluster is not None, stack is not None, trainer, dtypes, framework
         )
+        self.tried: dict[str, bool] = {}  # changes, and whether the plan is legal with them
         self.rest = self.tp * self.cp * self.pp  # devices of one data-parallel rank
         self.world = self.dp * self.rest
         self.stage_entries, self.stage_sum = (per_plan(count, self.layers_per_stage) for count in (len, sum))
@@ -66,12 +67,26 @@ class Case(PlanArrays):
                 workload = workload.but(**{name: value})
             else:
                 columns[name] = encode(name, value)
+        if not columns and workload is self.workload:
+            return self
         return self.with_columns(columns, workload)
 
     def with_columns(self, columns: Mapping[str, Number], workload: Workload | None = None) -> Case:
         """The case with some fields as arrays: a batch of plans."""
         fields, flags = {**self.columns, **columns}, (self.trainer, self.dtypes, self.framework)
         return Case(fields, self.model, workload or self.workload, self.cluster, self.stack, *flags)
+
+    def differing(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Those settings that are not what they are now."""
+        return {path: value for path, value in settings.items() if self.setting(path) != value}
+
+    def allows(self, settings: Mapping[str, Any], legal: Callable[[Case], Flag]) -> bool:
+        """Whether one plan is legal with some settings changed; what several values of a field lead to is tried once."""
+        changes = self.differing(settings)
+        key = repr(sorted(changes.items()))
+        if key not in self.tried:
+            self.tried[key] = bool(legal(self.with_settings(changes)))
+        return self.tried[key]
 
     def setting(self, path: str) -> Any:
         """The value of a setting now, as a person writes it."""
@@ -167,8 +182,8 @@ def legal_fix(case: Case, candidates: Iterable[Settings], legal: Callable[[Case]
     """Return the first candidate change (completed where needed) that makes the plan legal, as `--set` options; "" if none does."""
     for settings in islice(candidates, MOST_TRIED):
         for trial in (settings, completed(case, settings)):
-            changed = {path: value for path, value in trial.items() if case.setting(path) != value}
-            if changed and bool(legal(case.with_settings(changed))):
+            changed = case.differing(trial)
+            if changed and case.allows(changed, legal):
                 return written(changed)
     return ""
 
@@ -280,7 +295,7 @@ def mended(case: Case, legal: Callable[[Case], Flag]) -> dict[str, Any] | None:
         return {}
     for settings in islice(_candidates(case), MOST_MENDS):
         trial = completed(case, settings)
-        if bool(legal(case.with_settings(trial))):
+        if case.allows(trial, legal):
             changed = {
                 path: value
                 for path, value in trial.items()

@@ -106,12 +106,8 @@ def _completed_choice(case: Case, field: str, value: Any, legal: Callable[[Case]
     chosen = {f"plan.{field}": value}
     for settings in islice(_completions(case, field, value), MOST_TRIED):
         for trial in (settings, completed(case, settings) | chosen):
-            if trial != chosen and bool(legal(case.with_settings(trial))):
-                changes = {
-                    k.removeprefix("plan."): v
-                    for k, v in trial.items()
-                    if k != f"plan.{field}" and case.setting(k) != v
-                }
+            if trial != chosen and case.allows(trial, legal):
+                changes = {k.removeprefix("plan."): v for k, v in case.differing(trial).items() if k != f"plan.{field}"}
                 return Choice(
                     value, True, "also sets " + ", ".join(f"{k} = {shown(v)}" for k, v in changes.items()), changes
                 )

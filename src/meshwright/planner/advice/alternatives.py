@@ -12,13 +12,14 @@ the guides of `textbook` use it to give costs in seconds.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshwright.cost.step import step_cost
 from meshwright.describe import legality
 from meshwright.describe.base import Described
+from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config, Configured
 from meshwright.describe.legality import Case
 from meshwright.describe.legality.case import data_parallel as data_parallel_sizes
@@ -30,6 +31,7 @@ from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
+from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
 from meshwright.predict.estimate import Estimate, estimate
 from meshwright.predict.prediction import resolve_recompute
@@ -91,11 +93,39 @@ class PlanTrials(Configured):
             return None
 
 
-def costs(config: Config, plans: Sequence[Plan], batches: Any = None) -> tuple[np.ndarray, np.ndarray]:
-    """Step time in seconds and memory of the fullest GPU in GiB of several plans; `batches` as in `Batch.of`."""
-    c = config
-    cost = step_cost(step_program(c.model, plans, c.workload, c.stack, every_rank=True, batches=batches), c.cluster)
-    return np.broadcast_to(cost.time, len(plans)), np.broadcast_to(cost.peak_memory, len(plans)) / GIB
+class SizedPlan(NamedTuple):
+    """A plan, and the workload and the cluster that it runs with."""
+
+    plan: Plan
+    workload: Workload
+    cluster: Cluster
+
+    @property
+    def shared(self) -> Any:
+        """What trials must have in common to be costed in one batch: batch, sequence and GPUs may differ where only the plan sees them."""
+        w, c = self.workload, self.cluster
+        return w.but(batch=1, seq=w.seq if w.lengths else 1), tuple(map(c.device_bandwidth, range(len(c.levels))))
+
+
+def costs(config: Config, plans: Sequence[Plan | SizedPlan]) -> tuple[np.ndarray, np.ndarray]:
+    """Step time in seconds and memory of the fullest GPU in GiB of several plans, or trials of other workloads and sizes of the cluster.
+
+    Of equal layers that are divided evenly, the ranks that can be the slowest or the fullest are known; the others only count in the mean time."""
+    c, out = config, np.zeros((2, len(plans)))
+    batches: dict[Any, dict[int, SizedPlan]] = {}
+    here = SizedPlan(c.plan, c.workload, c.cluster)
+    shared_here = here.shared
+    for k, plan in enumerate(plans):
+        trial = plan if isinstance(plan, SizedPlan) else here._replace(plan=plan)
+        batches.setdefault(trial.shared if isinstance(plan, SizedPlan) else shared_here, {})[k] = trial
+    for trials in batches.values():
+        plans_, workloads, clusters = zip(*trials.values(), strict=True)
+        every = len(c.model.kinds) > 1 or c.cluster.sharing > 1 or any(plan.layers_per_stage for plan in plans_)
+        program = step_program(c.model, plans_, workloads[0], c.stack, every_rank=every, workloads=workloads)
+        program.averaged = [] if every else bounding_ranks(program.batch, every_rank=True)
+        cost = step_cost(program, max(clusters, key=lambda cluster: cluster.world))
+        out[:, list(trials)] = cost.time, cost.peak_memory / GIB
+    return out[0], out[1]
 
 
 def step(e: Estimate) -> float:

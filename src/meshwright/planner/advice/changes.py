@@ -62,15 +62,6 @@ class Change:
         return {"fields": dict(self.fields), "legal": self.plan is not None, **values}
 
 
-def single_changes(config: Config, offered: Mapping[str, Sequence[Choice]] | None = None) -> dict[str, list[Change]]:
-    """By field: a change for each value that differs from the plan's, legal or not, in the order of the values. `offered` has the values of
-    each field; default: those that the stack's framework runs."""
-    by_field: dict[str, list[Change]] = {}
-    for change in priced(config, candidates(config, config.plan, offered)):
-        by_field.setdefault(change.fields[0][0], []).append(change)
-    return by_field
-
-
 def first_changes(config: Config, most: int = 5) -> list[Change]:
     """The changes that save most, the best first and one for each field; where the plan itself does not fit, those that cost least.
 
@@ -140,7 +131,8 @@ def _case(config: Config, plan: Plan) -> Case:
 def candidates(
     config: Config, plan: Plan | None, offered: Mapping[str, Sequence[Choice]] | None = None
 ) -> Iterator[Change]:
-    """Every other value of the fields of `KNOBS`, completed to a legal plan or with the reason why there is none."""
+    """Every other value of the fields of `KNOBS`, completed to a legal plan or with the reason why there is none. `offered` has the values of
+    each field; default: those that the stack's framework runs."""
     c = config
     assert plan is not None
     if offered is None:

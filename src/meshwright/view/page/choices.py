@@ -3,8 +3,6 @@ each with the changes of the plan that keep it legal; for each legal value of th
 
 from typing import Any, get_args
 
-import numpy as np
-
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
 from meshwright.describe.legality import Case, lacking_precision, legal, problem
@@ -12,16 +10,17 @@ from meshwright.describe.legality.case import mended
 from meshwright.describe.legality.choices import Choice
 from meshwright.describe.plan import Plan
 from meshwright.describe.plan_fields import PlanFields
-from meshwright.describe.result import GIB, values_of
+from meshwright.describe.result import GIB
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Precision, Scaling, Workload
 from meshwright.errors import MeshwrightError
-from meshwright.planner.advice.alternatives import costs
-from meshwright.planner.advice.changes import offers, single_changes, within_memory
+from meshwright.planner.advice.alternatives import SizedPlan, costs
+from meshwright.planner.advice.changes import candidates, offers, within_memory
 from meshwright.planner.sizing import MOST_GPUS
 from meshwright.units import Json
 
 NEAR = 2  # sizes on each side of the present one
+Effect = tuple[Json, Plan | SizedPlan]  # a choice, and the plan that it leads to
 
 
 def choices(document: dict[str, Any]) -> Json:
@@ -34,15 +33,13 @@ def choices(document: dict[str, Any]) -> Json:
     config, plan, case = parts_of(document)
     offered, mending = offers(case, plan), mending_of(case)
     by_field = {field: [one.as_dict() for one in values] for field, values in offered.items()}
-    is_legal = mending["problem"] is None and config.cluster.gpus
-    legal_config = config.but(plan=Plan(**plan.model_dump())) if is_legal else None
-    if legal_config and not within_memory(legal_config, legal_config.plan):
-        legal_config = None  # `recompute = auto` without a number of layers that fits: no seconds to compare with
-    if legal_config:
-        add_effects(legal_config, offered, by_field)
+    legal_plan = Plan(**plan.model_dump()) if mending["problem"] is None and config.cluster.gpus else None
+    by_size, effects = sizes(config, plan, legal_plan)
+    if legal_plan:
+        add_effects(config.but(plan=legal_plan), offered, by_field, effects)
     return {
         "fields": by_field,
-        "sizes": sizes(config, plan, legal_config),
+        "sizes": by_size,
         "model": config.model.model_dump(mode="json"),
         "world": plan.world,
         **mending,
@@ -68,24 +65,34 @@ def parts_of(document: dict[str, Any]) -> tuple[Config, PlanFields, Case]:
     return config, plan, Case(plan, config.model, config.workload, cluster, config.stack)
 
 
-def add_effects(config: Config, offered: dict[str, list[Choice]], fields: dict[str, list[Json]]) -> None:
-    """Add to each value what it would do to the step time and the memory, as `estimate` says."""
-    for name, changes in single_changes(config, offered).items():
-        by_value = {repr(plain(change.fields[0][1])): change for change in changes if change.plan}
-        for choice in fields[name]:
-            if change := by_value.get(repr(plain(choice["value"]))):
-                choice.update(values_of(change, "saves_s", "more_gib", "fits"))
+def add_effects(
+    config: Config, offered: dict[str, list[Choice]], fields: dict[str, list[Json]], sized: list[Effect]
+) -> None:
+    """Add to each choice what it would do to the step time and the memory, as `estimate` says; all are costed together."""
+    present = within_memory(config, config.plan)
+    if present is None:  # `recompute = auto` without a number of layers that fits: no seconds to compare with
+        return
+    rows = list(sized)
+    by_value = {(name, repr(plain(c["value"]))): c for name, choices_ in fields.items() for c in choices_}
+    for change in candidates(config, config.plan, offered):
+        if change.plan:
+            name, value = change.fields[0]
+            rows.append((by_value[name, repr(plain(value))], change.plan))
+    seconds, gib = (x.tolist() for x in costs(config, [present, *(plan for _, plan in rows)]))
+    limit = config.cluster.accelerator.memory / GIB
+    for (choice, _), time, size in zip(rows, seconds[1:], gib[1:], strict=True):
+        choice |= {"saves_s": seconds[0] - time, "more_gib": size - gib[0], "fits": size <= limit}
 
 
 def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def sizes(config: Config, plan: PlanFields, legal_config: Config | None) -> dict[str, list[Json]]:
+def sizes(config: Config, plan: PlanFields, legal_plan: Plan | None) -> tuple[dict[str, list[Json]], list[Effect]]:
     """For the number of GPUs and the fields of the workload: values near the present one, each with the changes of plan fields that keep the
-    plan legal, and with its effect where there is a legal plan to compare with."""
+    plan legal; and what they lead to, where there is a legal plan to compare with."""
     w, cluster, fixed = config.workload, config.cluster, config.cluster if config.cluster.gpus else None
-    priced: list[tuple[Json, Config]] = []  # choices that have an effect, and what they lead to
+    effects: list[Effect] = []
 
     def choice(value: Any, workload: Workload, sized: Cluster | None, is_knob: bool = True) -> Json:
         case = Case(plan, config.model, workload, sized, config.stack)
@@ -95,12 +102,15 @@ def sizes(config: Config, plan: PlanFields, legal_config: Config | None) -> dict
             error = error or problem(case)
             return {"value": value, "legal": False, "reason": error.what if error else "", "changes": {}}
         out = {"value": value, "legal": True, "reason": "", "changes": changes}
-        if legal_config and sized and is_knob and (workload, sized) != (w, cluster):
+        if legal_plan and sized and is_knob and (workload, sized) != (w, cluster):
             parts: dict[str, Json] = {"plan": {}, "workload": {}}
             for path, x in changes.items():
                 parts[path.partition(".")[0]][path.partition(".")[2]] = x
-            changed = {"plan": legal_config.plan.but(**parts["plan"]), "workload": workload.but(**parts["workload"])}
-            priced.append((out, config.but(**changed, cluster=sized)))
+            trial = config.but(
+                plan=legal_plan.but(**parts["plan"]), workload=workload.but(**parts["workload"]), cluster=sized
+            )
+            if resolved := within_memory(trial, trial.plan):
+                effects.append((out, SizedPlan(resolved, trial.workload, sized)))
         return out
 
     def doubled(value: int) -> list[int]:
@@ -119,26 +129,7 @@ def sizes(config: Config, plan: PlanFields, legal_config: Config | None) -> dict
     for field, values in offered.items():
         is_knob = field not in ("optimizer", "scaling")
         out[f"workload.{field}"] = [choice(v, w.but(**{field: v}), fixed, is_knob) for v in values]
-    if legal_config:
-        add_size_effects(legal_config, priced)
-    return out
-
-
-def add_size_effects(now: Config, priced: list[tuple[Json, Config]]) -> None:
-    """Add to each choice what its size or precision does to the step time and the memory. Those that differ in the batch alone share a batch."""
-    groups: dict[Any, list[tuple[Json, Config, Plan]]] = {}
-    for choice, config in [({}, now), *priced]:
-        if plan := within_memory(config, config.plan):
-            w = config.workload
-            key = (config.cluster.world, w.seq, w.precision)
-            groups.setdefault(key, []).append((choice, config, plan))
-    limit, present = now.cluster.accelerator.memory / GIB, None
-    for group in groups.values():
-        batches = np.array([config.workload.batch for _, config, _ in group], float)
-        numbers = zip(*(x.tolist() for x in costs(group[0][1], [plan for *_, plan in group], batches)), strict=True)
-        for (choice, *_), (time, gib) in zip(group, numbers, strict=True):
-            present = present or (time, gib)
-            choice |= {"saves_s": present[0] - time, "more_gib": gib - present[1], "fits": gib <= limit}
+    return out, effects
 
 
 def near_clusters(cluster: Cluster) -> list[tuple[int, Cluster]]:
