@@ -51,6 +51,7 @@ class StepCost:
     tail: Array  # seconds by which the last gradient message exceeds the other exposed gradient reduction
     unhidden: Array  # seconds of data-parallel communication that may overlap, but not enough compute hides it
     program: StepProgram
+    network: CollectiveTimes
     sharing: float = 1.0  # processes per core (`Cluster.sharing`)
 
     @cached_property
@@ -126,7 +127,9 @@ def step_cost(program: StepProgram, cluster: Cluster) -> StepCost:
 
     time, unhidden = b.full(sum(exposed.values())), closing["unhidden"] + gathers
     late = closing["after"], closing["reduce"], closing["tail"], unhidden
-    return StepCost(time, exposed, busy, flops, slowest, ranks, times, boundary, *late, program, cluster.sharing)
+    return StepCost(
+        time, exposed, busy, flops, slowest, ranks, times, boundary, *late, program, network, cluster.sharing
+    )
 
 
 def _add_closing(exposed: dict[str, Array], closing: dict[str, Array]) -> None:
@@ -283,10 +286,9 @@ def step_calls(cost: StepCost) -> Iterator[tuple[Op, float]]:
             yield op, scalar(op.count)
 
 
-def messages(cost: StepCost, cluster: Cluster) -> list[Message]:
+def messages(cost: StepCost) -> list[Message]:
     """All collectives and sends of one plan's step, those that take longest first. Equal calls of several blocks are one entry."""
-    program = cost.program
-    network = CollectiveTimes(cluster, program.batch)
+    program, network = cost.program, cost.network
     rounds = max(1.0, float(program.batch.microbatches[0]))
     sends = program.ranks[int(cost.slowest[0])].sends
     calls = [*step_calls(cost), *((op, rounds * scalar(op.count) * scalar(times)) for op, times in sends)]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from meshwright.cost.collective import CollectiveTimes
 from meshwright.describe.config import Config, is_plan_file
 from meshwright.describe.result import AXES
 from meshwright.errors import MeshwrightError
@@ -195,7 +194,7 @@ class TraceBesidePlan:
             return "less of it is exposed than predicted"
         predicted = exposed + e.prediction.hidden_s.get(axis, 0.0)
         if predicted and busy > SLOWER * predicted:
-            level = CollectiveTimes(e.cluster, e.program.batch).level(axis)
+            level = e.cost.network.level(axis)
             link = e.cluster.levels[level].name
             return f"its collectives take {busy / predicted:.1f} times the predicted {format_seconds(predicted)}: slower than the link ({link})"
         rank = next(r for r in self.explanation.run.ranks if r.rank == self.rank)

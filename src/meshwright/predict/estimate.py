@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.cost.collective import CollectiveTimes
 from meshwright.cost.roofline import Position, position
 from meshwright.cost.step import Message, StepCost, messages, step_calls, step_cost
 from meshwright.cost.walked import WalkedStep, walk_step
@@ -126,7 +125,7 @@ class Estimate(Shown, Configured):
     @cached_property
     def messages(self) -> list[Message]:
         """The collectives of the step, those that take longest first."""
-        return messages(self.cost, self.cluster)
+        return messages(self.cost)
 
     def __repr__(self) -> str:
         p = self.prediction
@@ -245,7 +244,7 @@ def roofline_position(e: Estimate) -> Position:
 
 def level_bytes(e: Estimate) -> list[float]:
     """Bytes that one device of the slowest rank sends through each level in a step; the cards of a node share its outgoing traffic."""
-    network = CollectiveTimes(e.cluster, e.program.batch)
+    network = e.cost.network
     out = [0.0] * len(e.cluster.levels)
     for op, times in step_calls(e.cost):
         if times and float(e.program.batch.size(op.axis)[0]) > 1:

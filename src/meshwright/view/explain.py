@@ -52,7 +52,7 @@ def explain(e: Estimate, part: str) -> RenderableType:
 def explain_operations(e: Estimate, part: str) -> RenderableType:
     """The formulas of a part, its operations on the slowest stage, and their sum over the micro-batches of a step."""
     rank, exposed = int(e.cost.slowest[0]), e.prediction.exposed_s[part]
-    network = CollectiveTimes(e.cluster, e.program.batch)
+    network = e.cost.network
     operations = list(operations_of(e, part, rank))
     lines: list[RenderableType] = [Text(f"{part}: {format_seconds(exposed)} of the step", style="bold")]
     lines += formulas_of([op for *_, op in operations], e, network)

@@ -12,7 +12,6 @@ from functools import cache
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from meshwright.cost import compute
-from meshwright.cost.collective import CollectiveTimes
 from meshwright.cost.phase import AXIS_OF, SPLIT_ONLY, axis_overlap
 from meshwright.cost.walked import WalkedStep
 from meshwright.lower.offload import TO_HOST
@@ -71,7 +70,7 @@ class Filler:
 
     def __init__(self, e: Estimate, detail: str) -> None:
         self.e, self.detail = e, detail
-        self.network = CollectiveTimes(e.cluster, e.program.batch)
+        self.network = e.cost.network
         self.pieces = cache(self._operations)
 
     def _operations(self, stage: int, kind: str) -> list[ActionPiece]:

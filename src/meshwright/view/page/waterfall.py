@@ -1,10 +1,7 @@
-"""Where the time of a step goes: exposed parts of the busiest rank in order, what overlap hides, and the step with other overlap."""
+"""Where the time of a step goes: exposed parts of the busiest rank in order, and what overlap hides of communication."""
 
-from meshwright.cost.step import step_cost
 from meshwright.describe.result import COMMUNICATION, part_name
 from meshwright.lower.program import scalar
-from meshwright.lower.step import step_program
-from meshwright.planner.advice.alternatives import changed
 from meshwright.predict.estimate import Estimate, communication
 from meshwright.units import Json, format_decimal_bytes, format_seconds
 from meshwright.view.page.subject import Subject
@@ -35,11 +32,10 @@ ORDER = (
 )
 LAST = ("bubble", "host", "optimizer", "overhead")
 GROUPS = ("compute", *COMMUNICATION, "bubble", "host", "optimizer", "overhead", "offload")
-AXES = tuple(COMMUNICATION)
 
 
 def data(subject: Subject) -> Json:
-    """The parts with their formulas, and the comparison of overlap settings."""
+    """The parts with their formulas."""
     e = subject.estimate
     p = e.prediction
     total, exposed = communication(e.cost)
@@ -61,7 +57,6 @@ def data(subject: Subject) -> Json:
         "hidden_s": total - exposed,
         "bubble_s": p.exposed_s.get("bubble", 0.0),
         "bound_by": p.bound_by,
-        "overlap": overlap(e),
         "formulas": {
             "step": f"step = {' + '.join(format_seconds(p.exposed_s[part]) for part in ordered(p.exposed_s))} = {format_seconds(p.step_time_s)}"
         },
@@ -82,30 +77,10 @@ def grouped(parts: dict[str, float]) -> dict[str, float]:
     return {group: seconds for group, seconds in out.items() if seconds > 0}
 
 
-def overlap(e: Estimate) -> Json:
-    """The step without overlap, as planned, and with double buffering on every axis; and for each axis what is hidden now."""
-    now = e.plan.overlapped(e.stack, e.cluster.node_size)
-    prefetch = {"prefetch": False} if e.plan.zero == 3 else {}
-    ways = [
-        ("no overlap", (), changed(e.plan, overlap=(), **prefetch)),
-        ("this plan", now, e.plan),
-        ("double buffering", AXES, changed(e.plan, overlap=AXES)),
-    ]
-    legal = [way for way in ways if way[2] and way[2].is_legal(e.model, e.workload, e.cluster, e.stack)]
-    program = step_program(e.model, [plan for *_, plan in legal if plan], e.workload, e.stack, every_rank=True)
-    cost = step_cost(program, e.cluster)
-    rows = []
-    for k, (name, axes, _) in enumerate(legal):
-        parts = grouped({part: float(program.batch.full(seconds)[k]) for part, seconds in cost.exposed.items()})
-        listed = [{"part": part, "s": s} for part, s in parts.items()]
-        rows.append({"name": name, "overlaps": list(axes), "step_time_s": float(cost.time[k]), "parts": listed})
-    return {"rows": rows, "overlaps": list(now), "axes": by_axis(e)}
-
-
 def by_axis(e: Estimate) -> list[Json]:
     """Seconds of communication of each axis on the busiest rank: total, hidden behind compute, exposed."""
     out = []
-    for axis in AXES:
+    for axis in COMMUNICATION:
         exposed = e.prediction.exposed_s.get(axis, 0.0)
         total = e.prediction.busy_s.get(f"comm:{axis}", 0.0)
         if axis == "dp":

@@ -75,7 +75,7 @@ def fsdp_timelines(e: Estimate, count: int) -> dict[str, Any] | None:
     fsdp = PlanTrials(e.config).of(changed(e.plan, zero=3, replicate=1, shard=e.plan.dp, reshard=True, reduce="auto"))
     if fsdp is None:
         return None
-    network = CollectiveTimes(fsdp.cluster, fsdp.program.batch)
+    network = fsdp.cost.network
     block = "dense" if ("dense", "F") in fsdp.program.blocks else next(iter(fsdp.program.blocks))[0]
     gathers = [op for op in fsdp.program.blocks[block, "F"] if op.collective == "all_gather" and op.part == "dense"]
     if not gathers:

@@ -30,7 +30,7 @@ def show_step(e: Estimate, as_json: bool = False) -> None:
     """Print the step program of an estimate."""
     if as_json:
         return show_json({"model": e.model.name, "plan": e.plan.as_dict(), "step": e.program.as_dict()})
-    program, network = e.program, CollectiveTimes(e.cluster, e.program.batch)
+    program, network = e.program, e.cost.network
     blocks = [(key, op) for key, ops in program.blocks.items() for op in ops if scalar(op.count)]
     kinds = list(program.ranks[0].counts)
     return show(

@@ -113,13 +113,14 @@ function context(view, refreshing) {
 function draw(again = true) {
   if (pressed) return void (postponed = true);
   frame();
-  const busy = shown.map((panel) => drawPanel(panel, again)).some(Boolean);
+  const heights = shown.map(({ body }) => body.offsetHeight); // read together: each change of the page would compute the layout again
+  const busy = shown.map((panel, i) => drawPanel(panel, again, heights[i])).some(Boolean);
   parts.view.classList.toggle("refreshing", busy);
   parts.view.setAttribute("aria-busy", String(busy));
 }
 
 /** Draw one view; returns whether an answer is missing. The old drawing stays until new data has come. */
-function drawPanel(panel, again) {
+function drawPanel(panel, again, height) {
   const { view, body } = panel, names = needs(view), found = names.map((name) => answers.get(name)), needed = found.filter((_, i) => !view.optional?.includes(names[i]));
   const busy = found.some((a) => !a || !a.final || a.stale), failed = needed.find((a) => a?.error);
   const drawn = JSON.stringify([found.map((a) => a?.serial), state.get().page.options[view.name], busy]);
@@ -135,7 +136,7 @@ function drawPanel(panel, again) {
   }
   if (needed.some((a) => a.stale)) return busy;
   const data = view.needs ? Object.fromEntries(names.map((name, i) => [name, found[i]?.data ?? null])) : found[0].data;
-  body.style.minHeight = `${body.offsetHeight}px`; // the page does not jump while the view is drawn again
+  body.style.minHeight = `${height}px`; // the page does not jump while the view is drawn again
   keepFocus(body, () => {
     clear(body);
     try {

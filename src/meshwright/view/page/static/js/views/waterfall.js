@@ -9,12 +9,15 @@ export const view = {
   title: "What overlap hides",
   tab: "Time",
   workspace: "plan",
+  needs: ["waterfall", "overlap"],
+  optional: ["overlap"],
   sentence: "Communication that no compute hides makes the step longer. What is hidden is free until compute becomes faster.",
-  draw(element, data) {
-    element.append(h("div", { class: "stats" }, ...stats(data)));
-    const overlap = panel("The step with other overlap", `This plan overlaps ${data.overlap.overlaps.join(", ") || "nothing"} with compute. Double buffering transfers the next piece while the present one is computed: “no overlap” is the step without it, “double buffering” with it on every axis.`);
-    element.append(overlap);
-    buffering(overlap, data.overlap);
+  draw(element, { waterfall, overlap }) {
+    element.append(h("div", { class: "stats" }, ...stats(waterfall)));
+    if (!overlap) return;
+    const box = panel("The step with other overlap", `This plan overlaps ${overlap.overlaps.join(", ") || "nothing"} with compute. Double buffering transfers the next piece while the present one is computed: “no overlap” is the step without it, “double buffering” with it on every axis.`);
+    element.append(box);
+    buffering(box, overlap);
   },
 };
 
