@@ -52,6 +52,18 @@ def test_a_rate_scales_the_time_of_its_operations(field, kind):
             assert one(changed.times[key].busy) == pytest.approx(one(base.times[key].busy))
 
 
+def test_launches_of_experts_cost_more_where_compiled_layers_leave_them_out():
+    """Host seconds of the operators of router and experts are a multiple; those of dense layers stay."""
+    plan = Plan(replicate=16)
+    for model in (DENSE, MOE):
+        base, eager = (cost(plan, model, launch=1e-5, expert_launch=factor) for factor in (1.0, 3.0))
+        for key, ops in base.program.blocks.items():
+            left_out = [op for op in ops if op.part in ("router", "experts") and not op.axis]
+            added = 2 * 1e-5 * sum(one(op.count * op.launches) for op in left_out)
+            assert one(eager.times[key].host) == pytest.approx(one(base.times[key].host) + added)
+            assert (added > 0) == (key[0] == "moe" and key[1] in "FIW")
+
+
 def test_attention_in_triton_is_slower_by_the_ratio_of_the_paper():
     """1.4 times forward and 2 times backward, which has 2.5 times the operations: 6.4 / 3.5 of the time of flash attention 2."""
     plan = Plan(replicate=16)
@@ -76,7 +88,7 @@ def test_a_message_in_parts_takes_a_shorter_send_and_a_gather():
         32 * one(gather.message_bytes) * 3 / 4
     )  # by an end of the model, the busiest in tp: 32 micro-batches, one way
     assert one(parts.traffic["tp"]) == pytest.approx(one(whole.traffic["tp"]) + received)
-    listed = {m.name: m.count for m in messages(parts, cluster)}
+    listed = {m.name: m.count for m in messages(parts)}
     assert listed["parts"] in (32, 64)
 
 
