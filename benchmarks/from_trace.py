@@ -3,7 +3,8 @@
     python benchmarks/from_trace.py --folder loop            measure (continues what is there), then compare
     python benchmarks/from_trace.py --folder loop --limit 0  compare only
 
-The plans, ranks and emulated network are those of `closed_loop.py` (needs root). Every plan runs a few steps, then one more under torch.profiler.
+The plans, ranks and emulated network are those of `closed_loop.py --compute real` (needs root), whose folder can be continued: plans without a trace
+are measured again. Every plan runs a few steps, then one more under torch.profiler.
 Half of the plans are held out (every second one of the table); each plan of the other half is in turn the one whose trace calibrates the
 catalog's laptop, from which the held-out plans are predicted. Nothing else is known of the machine: no bench, no other plan.
 """
@@ -25,11 +26,14 @@ HELD_OUT = list(PLANS)[1::2]
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
     from meshwright.comm.emulate.emulation import Emulation
+    from meshwright.comm.emulate.system import check_rights
     from meshwright.comm.emulate.topology import Topology, parse_between
 
-    done = {result["plan"] for result in records(folder / "real.jsonl")}
+    measured = {result["plan"] for result in records(folder / "real.jsonl")}
+    done = {name for name in measured if any(trace_folder(folder / "traces", name).glob("*"))}
     plans = [name for name in options.only if name not in done]
     if plans and options.limit > 0:
+        check_rights()
         with Emulation(Topology(4, 2, *parse_between(options.between)), f"trace{os.getpid() % 10**6}") as emulation:
             job = {"kind": "plans", "plans": plans, "compute": "real", "steps": options.steps, "limit": options.limit}
             job["traces"] = str(folder / "traces")
@@ -54,6 +58,10 @@ def compare(folder: Path) -> dict[str, Any]:
 
     measured = {r["plan"]: statistics.median(r["seconds"]) for r in records(folder / "real.jsonl")}
     held_out = {name: measured[name] for name in HELD_OUT if name in measured}
+    if not held_out:
+        sys.exit(
+            f"{folder} has no measurement of a held-out plan ({', '.join(HELD_OUT[:3])} …): run without --limit 0 and without --only"
+        )
     configs = {name: config_of(name, laptop()) for name in measured}
 
     def error(calibrated: Any) -> tuple[float, float]:
@@ -80,6 +88,8 @@ def compare(folder: Path) -> dict[str, Any]:
         print(
             f"{name:<24}{after:8.0%}{shape:8.0%}   traced step {found.step_s[0]:.2f} s, measured {measured[name]:.2f} s"
         )
+    if not rows:
+        sys.exit(f"{folder} has no trace that could be used: run without --limit 0 and without --only")
     errors = [row["error"] for row in rows]
     summary = {"held_out": len(held_out), "no_calibration": plain, "median_after_one_trace": statistics.median(errors),
                "traces_that_halve": sum(error <= plain / 2 for error in errors), "traces": len(errors)}  # fmt: skip
@@ -95,10 +105,16 @@ def main() -> None:
     parser.add_argument("--between", default="200Mb/s,1ms")
     parser.add_argument("--folder", default="loop")
     options = parser.parse_args()
+
+    from meshwright.errors import MeshwrightError
+
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the emulation is removed on the way
     folder = Path(options.folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    measure(folder, options)
+    try:
+        measure(folder, options)
+    except MeshwrightError as error:
+        sys.exit(str(error))
     (folder / "summary.json").write_text(json.dumps(compare(folder), indent=2), "utf-8")
 
 

@@ -252,6 +252,42 @@ def test_bad_calls(folder, capsys, arguments, code):
     assert code in call(capsys, arguments, code=2)
 
 
+def test_a_run_whose_tune_was_killed_keeps_the_folder(folder, capsys):
+    """A second call would measure beside it, and take its memory for that of a plan."""
+    source = str(Path(meshwright.__file__).parents[1])
+    Path("train.py").write_text("import os, time; open('child', 'w').write(str(os.getpid())); time.sleep(600)")
+    command = [sys.executable, "-m", "meshwright", *words()]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": source})
+    while not (Path("child").exists() and Path("child").read_text()) and process.poll() is None:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert "MW-TUNE-009" in call(capsys, words(), 2)
+    os.kill(int(Path("child").read_text()), signal.SIGKILL)
+    Path("train.py").write_text(PROGRAM)
+    assert "continued: 0 runs" in call(capsys, words(options=("--runs", "1")))
+
+
+def test_a_process_that_a_run_leaves_behind_does_not_keep_the_folder(folder, capsys):
+    Path("train.py").write_text(
+        PROGRAM
+        + "import subprocess\nopen('child', 'w').write(str(subprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(600)'], start_new_session=True, close_fds=False).pid))\n"
+    )
+    call(capsys, words(options=("--runs", "1")))
+    child = int(Path("child").read_text())
+    assert alive(child)
+    call(capsys, words(options=("--runs", "1")))
+    os.kill(child, signal.SIGKILL)
+
+
+def test_the_reason_why_no_plan_can_be_run(folder, capsys):
+    Path("plan.toml").write_text(PLAN.replace('param_dtype = "fp32"\n', ""))
+    text = call(capsys, words(), code=2)
+    assert "MW-TUNE-005" in text
+    assert "plan.param_dtype=fp32" in text.split("Fix:")[1]
+
+
 def test_a_folder_in_use_is_refused(folder, capsys):
     with session.exclusive(Path("tune")):
         assert "MW-TUNE-009" in call(capsys, words(), 2)

@@ -39,6 +39,12 @@ def test_time_is_counted_once_per_kernel_and_idle_where_none_runs():
     assert found["idle"] == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize("starts", [(), (3.0, 7.0)])
+def test_kernels_that_took_no_time_are_no_timeline(starts):
+    trace = [{"ph": "X", "cat": "kernel", "name": "gemm", "ts": start, "dur": 0.0} for start in starts]
+    assert timeline.of_trace({"traceEvents": trace, "otherData": {"steps": [0, 0]}}) == {}
+
+
 def test_groups_are_expected_to_take_the_predicted_step_and_no_less_than_their_floor():
     from meshwright.predict.prediction import predict
 

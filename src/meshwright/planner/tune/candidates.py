@@ -32,11 +32,12 @@ def candidates(
         if len(found) < count and plan not in found and runs(plan):
             found.append(plan)
     if not found:
+        why = None if target else legality.not_trained(offered[0], config.model, config.workload, config.stack)
         raise MeshwrightError(
             "MW-TUNE-005",
             f"no plan of {config.model.name} on {config.cluster.world} GPUs can be run by {target.title if target else 'our trainer'}",
-            why=f"{len(offered)} plans were predicted, none of them can be run",
-            fix="meshwright plan MODEL --for FRAMEWORK shows what can be run",
+            why=f"{len(offered)} plans were predicted, none of them can be run{f'. The first: {why.what}' if why else ''}",
+            fix=(why.fix if why else "") or "meshwright plan MODEL --for FRAMEWORK shows what can be run",
         )
     return config, found
 

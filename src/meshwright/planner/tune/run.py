@@ -140,8 +140,13 @@ class Command:
         """The exit code of the words; None if they were ended at the limit."""
         with output.open("wb") as log:
             try:
-                child = subprocess.Popen(
-                    words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                child = subprocess.Popen(  # inherits the lock of the folder
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    close_fds=False,
                 )
             except OSError as error:
                 log.write(f"{words[0]}: {error.strerror}\n".encode())

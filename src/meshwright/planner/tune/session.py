@@ -15,7 +15,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
@@ -150,10 +150,12 @@ def digest_of(config: Config, command: Command) -> str:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Hold the folder for one call: two would measure each other, and mix their runs in one log. The lock ends with the process."""
+    """Hold the folder for one call: two would measure each other, and mix their runs in one log. The lock ends with the process and with the run that
+    it has started (`Command.execute`): one whose `tune` was killed still uses the devices."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         directory = os.open(folder, os.O_RDONLY)
+        os.set_inheritable(directory, True)
     except OSError as error:
         raise cannot_write(folder, error) from error
     try:
@@ -162,13 +164,15 @@ def exclusive(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise MeshwrightError(
                 "MW-TUNE-009",
-                f"another `meshwright tune` uses '{folder}'",
+                f"another `meshwright tune`, or a run that it has started, uses '{folder}'",
                 why="Two would measure at the same time and mix their runs in one log",
                 fix="--out ANOTHER-FOLDER, or wait for its end",
             ) from None
         except OSError:  # a disk without locks
             pass
         yield
+        with suppress(OSError):
+            fcntl.flock(directory, fcntl.LOCK_UN)  # also where a run has left a process behind
     finally:
         os.close(directory)
 

@@ -55,14 +55,14 @@ class GroupTime:
 
 
 def of_trace(trace: Json) -> dict[str, float]:
-    """Seconds per step by group in the trace of a rank that `profile` wrote; empty without kernels."""
+    """Seconds per step by group in the trace of a rank that `profile` wrote; empty if no kernel took time."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in ON_DEVICE]
     kernels = [(e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events]
     first, last = trace["otherData"]["steps"]
     steps = last - first + 1
-    if not kernels:
-        return {}
     found, busy = dict.fromkeys(GROUPS, 0.0), union((start, end) for _, start, end in kernels)
+    if not busy:
+        return {}
     for name, start, end in kernels:
         found[group_of(name)] += (end - start) / steps
     found["idle"] = (busy[-1][1] - busy[0][0] - length(busy)) / steps
