@@ -19,8 +19,6 @@ A slice runs until `--minutes` have passed; started again it continues with the 
 several processes share the work. Results are lines of OUT/faults-PART.jsonl.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

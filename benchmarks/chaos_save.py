@@ -13,8 +13,6 @@ The moments of the kills follow from the seed; the result of each is a line of O
 again continues after the last line.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -12,8 +12,6 @@ Sleeps are defined by the cost model's compute (`sleeping`), so the first table 
 what the ranks' own Python costs; the second also compares computation.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

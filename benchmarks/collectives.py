@@ -15,8 +15,6 @@ ratio to gloo's, and the aim. On one host it measures twice:
     after a pause   one call after all ranks have slept, from a common start until the last rank is done: code is no longer in the caches
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

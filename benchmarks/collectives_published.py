@@ -6,8 +6,6 @@ Predicts every row whose machine is in the catalog, on a group that fills its no
 the median absolute error of the time, and the same for messages of 16 MiB and more, which training sends.
 """
 
-from __future__ import annotations
-
 import csv
 import sys
 

@@ -13,8 +13,6 @@ For each compressor, on a gradient of `elements` float32 in layers of 1024 × 10
 γ on a CPU does not predict γ on a GPU: use `--device cuda`.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from typing import Any

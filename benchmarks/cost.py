@@ -8,8 +8,6 @@ For comparison it prints the reported rates of other planners, in plans per CPU-
 llm-analysis 2,063, SimuMax 7 to 13.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time

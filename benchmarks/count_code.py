@@ -6,8 +6,6 @@ not count, except its first one: moving code into data, or data into code, does 
     python benchmarks/count_code.py [FOLDER]        default: src/meshwright
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import sys

@@ -9,8 +9,6 @@ may double the time of a step. The median time of a step is printed with its CPU
 batch is not ready when it is asked for; the first step always waits, and is not counted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -7,8 +7,6 @@ The second one is observed: bytes of live tensors, and bytes sent in the group o
 of `train`. Nothing is fitted: the stack is `gloo-cpu`, and the prediction does not read the run.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from pathlib import Path

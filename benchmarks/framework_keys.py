@@ -6,8 +6,6 @@ constants that name keys. Keys of published recipes are added: a framework took 
 kept: `ddp.bucket_size` is `bucket_size`.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -7,8 +7,6 @@ Its rates are those that its own page recommends where nothing was measured: hal
 that it cannot describe are left out: cards that it does not have, experts, context parallelism, and batches that do not divide.
 """
 
-from __future__ import annotations
-
 import csv
 import logging
 import sys

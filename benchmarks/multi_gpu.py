@@ -17,8 +17,6 @@ ranks on one GPU (`--share-device`). Your result is the first of its kind; pleas
 It takes about five minutes on 8 GPUs, needs 20 GB of memory on each and writes nothing but its result (`--out`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -14,8 +14,6 @@ communication than it takes itself. Needs Linux, one core per rank and one more 
 backward down.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

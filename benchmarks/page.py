@@ -11,8 +11,6 @@
 Needs Chromium and Playwright. The command that a search is compared with is `meshwright plan --json`, without the start of Python.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import statistics

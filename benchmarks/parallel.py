@@ -15,8 +15,6 @@ was built.
     tp    parallelize_module (DTensor)         1f1b   Schedule1F1B
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

@@ -7,8 +7,6 @@ to the larger value. A choice of ours that experts did not make is supported whe
 playbook, which has stalls, count only where their twins agree (`pair_ratio` below 1.3).
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

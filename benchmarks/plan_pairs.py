@@ -6,8 +6,6 @@ part of the step that changes most, in hundredths of the first step and for the 
 ratios in band.
 """
 
-from __future__ import annotations
-
 import math
 import tomllib
 from dataclasses import dataclass

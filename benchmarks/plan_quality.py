@@ -17,8 +17,6 @@ authors had (`plan_choices.toml`). Three questions:
 Aim: the published choice is within 10% of our winner in 80% of the cases.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -5,8 +5,6 @@
 Each line is the best of three runs in one process, with the first, cold run, which allocates memory, in brackets.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

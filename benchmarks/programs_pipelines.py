@@ -6,8 +6,6 @@ Targets: 64 ranks and 512 micro-batches interleaved under 2 s, 16 ranks and 64 m
 walk). Best of several runs in one process; the search is deterministic and runs once.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

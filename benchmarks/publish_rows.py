@@ -11,8 +11,6 @@ them, from the settings of the same release in its repository (`scripts/performa
 A row without such settings in its release or the one before or after has blank cells.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -8,8 +8,6 @@ has further mistakes, from public threads (`threads`): written down with the err
 added after the misses of the first had been mended, and nothing was mended for them; `third` ones were written down before a first run, too.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -10,8 +10,6 @@ The limit is 1% of a step. The last column is an upper bound that has no noise: 
 an empty operation.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from typing import Any

@@ -8,8 +8,6 @@ Hopper are these. Each share is the one with which `cost.compute` gives the meas
 counts: smaller ones show the ramp of kernels, not what a device sustains.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

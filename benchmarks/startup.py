@@ -1,7 +1,5 @@
 """The start-up time of `meshwright --help`, compared with its target of 0.3 s and with the imports that it avoids."""
 
-from __future__ import annotations
-
 import statistics
 import subprocess
 import sys

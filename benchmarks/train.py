@@ -15,8 +15,6 @@ Blocks of steps alternate on the same processes: of each pair, the bare loop goe
 ratios and the interval that holds it with 95%.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

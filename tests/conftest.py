@@ -7,8 +7,6 @@ At the end of a run the seconds of each folder are printed with their budget, in
 run, since machines differ, but that folder should be made cheaper next. Long checks are marked `slow` and run by `make soak`.
 """
 
-from __future__ import annotations
-
 import gc
 from collections import defaultdict
 from pathlib import Path

@@ -4,8 +4,6 @@ A case is a command with its options and values of any kind, and files that are 
 or make namespaces is stopped right before it does (`stop_before_work`): the arguments and the files are what is tested.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

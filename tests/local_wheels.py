@@ -4,8 +4,6 @@ An installed package has the files of its wheel, so the wheel can be put togethe
 are written anew by pip, and of packages above `LARGEST` (torch) only the metadata are kept, which suffices for `pip install --dry-run`.
 """
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Iterable
 from importlib.metadata import Distribution, PackageNotFoundError, distribution

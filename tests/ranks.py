@@ -6,8 +6,6 @@
 If a rank fails, the test fails with the traceback of the rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

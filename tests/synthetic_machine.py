@@ -1,7 +1,5 @@
 """Measurements of a machine whose constants are known: what a calibration must find again."""
 
-from __future__ import annotations
-
 from meshwright.calibrate import device_fit
 from meshwright.calibrate.machine import AddedTime, MachineMeasurement
 from meshwright.calibrate.points import DevicePoint

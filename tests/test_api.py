@@ -1,7 +1,5 @@
 """`import meshwright`: seven functions, imported at first use, and the same numbers as the commands print."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

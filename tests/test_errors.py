@@ -1,7 +1,5 @@
 """Errors have one format, and every code has a line in docs/errors.md."""
 
-from __future__ import annotations
-
 import re
 from datetime import date
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Imports point downward, and planning never imports torch."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Releases install clean into an empty environment, without a network: the packages that they need are those that are installed here."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Packaging: declared dependencies are used, planning needs none of the extras and runs on a Mac. test_install.py installs releases."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The README is short and true: its targets exist, its table and picture are fresh. `tests/docs/test_blocks.py` runs its commands."""
 
-from __future__ import annotations
-
 import html
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nothing is unpickled, no shell reads a string, and commands do not touch the network unless they are asked to."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Units: printed values can be parsed, and bits differ from bytes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

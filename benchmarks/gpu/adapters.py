@@ -10,8 +10,6 @@ Weights are drawn on the card, those of a quantised base one matrix after the ot
 one more step. PEFT keeps its adapters in fp32 and runs under autocast, as `Trainer(bf16=True)` does; `--compile` compiles each layer.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ fp32 weights, bf16 autocast, `torch.compile` of the whole model, torch's attenti
     python benchmarks/gpu/control.py 1.5b --hf     # the same shape as Hugging Face's LlamaForCausalLM, compiled
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -8,8 +8,6 @@ token     one more token of each sequence behind the context: the forward with c
           position, which is what the prediction assumes, and the eager forward, which waits for the host
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -11,8 +11,6 @@ Each mask makes the host wait for the device.
                cannot compile the loop itself, because its sizes depend on the routing
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

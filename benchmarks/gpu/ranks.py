@@ -10,8 +10,6 @@ timed alone. The output has a line of JSON for each thing known, as soon as it i
 measured, what filled its memory at the peak, and its kernels; or why it failed. Run again with the same output it measures what is missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl

@@ -9,8 +9,6 @@ Each contender runs in a separate process, one after the other. Every part takes
 the figures.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

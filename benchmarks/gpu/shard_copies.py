@@ -8,8 +8,6 @@ The device waits for the host, so the time is the host's: 9 to 12 µs on the hos
 number of ranks.
 """
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -14,8 +14,6 @@ Outputs are compared after `masked`: times that depend on the machine, and white
 blocks that run daily; `--slow` also those that train.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

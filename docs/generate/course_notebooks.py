@@ -4,8 +4,6 @@
 in a comment of the page; it is written first.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

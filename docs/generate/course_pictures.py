@@ -4,8 +4,6 @@ A browser draws them: Chromium with Playwright, as in the tests of the page. `ma
 `python -m course_pictures NAME …` some.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The page of `mw.formulas`: every function with its formula, and an example that is computed. `python -m formulas_page` writes it."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any, NamedTuple

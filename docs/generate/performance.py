@@ -5,8 +5,6 @@
 Each benchmark has a section. A run of some benchmarks replaces their sections and keeps the others, so a page may show several machines.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os

@@ -3,8 +3,6 @@
 rich draws the terminal. The web fonts that it names are left out: a picture loads nothing from the network.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 `make docs` writes docs/reference/.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import types

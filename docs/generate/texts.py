@@ -4,8 +4,6 @@ The rows are in texts.toml. Of a row with a number of the text (`says`) the verd
 it differs and the row has the reason. tests/docs/test_texts.py runs every row.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import tomllib

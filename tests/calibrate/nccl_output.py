@@ -1,7 +1,5 @@
 """Outputs of nccl-tests as its versions print them (src/util.cu and src/common.cu of NVIDIA/nccl-tests), with times of our choice."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Bench results as a known cluster would give them: transfers and collectives by the walker, with noise and outliers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import combinations

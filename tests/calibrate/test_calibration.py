@@ -1,7 +1,5 @@
 """Calibration recovers the cluster that a bench was generated from: α and β within a derived bound, levels, shared links, slow nodes."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

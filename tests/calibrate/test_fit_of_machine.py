@@ -1,7 +1,5 @@
 """Fits of this machine's constants to synthetic measurements, and what sharing of cores does to a prediction."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

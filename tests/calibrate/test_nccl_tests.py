@@ -1,7 +1,5 @@
 """Outputs of nccl-tests become measured points: every layout that its versions print, its conventions of bandwidth, and files that are refused."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

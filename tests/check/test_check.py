@@ -1,7 +1,5 @@
 """`meshwright check`: a script of somebody else's, recorded on one process and on several, compared."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

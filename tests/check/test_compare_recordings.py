@@ -1,7 +1,5 @@
 """Comparing recordings that are made of numbers, without a training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the recorder meets in training scripts: closures, clipping in the middle of a step, workers of data loaders, a full disk."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`meshwright check reference`: settings of every framework on one device, read back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

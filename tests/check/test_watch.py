@@ -1,7 +1,5 @@
 """`meshwright check watch`: what must hold between ranks, in healthy runs and in broken ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

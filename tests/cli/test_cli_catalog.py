@@ -1,7 +1,5 @@
 """`meshwright catalog`: every kind has a list and every entry a card with its sources."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """A cluster file stands wherever a catalog name of a cluster may stand, in every command."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

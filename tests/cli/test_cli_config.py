@@ -1,7 +1,5 @@
 """`meshwright config`: resolved values and their origins, differences, and the schema."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

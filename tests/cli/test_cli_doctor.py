@@ -1,7 +1,5 @@
 """`meshwright doctor`, `--version` and `completion`: on this machine, and on one that lacks everything."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

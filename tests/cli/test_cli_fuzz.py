@@ -1,7 +1,5 @@
 """Any command line with any files: no traceback, no hang, an exit code that the documentation lists. `make soak` draws 5,000."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import signal

@@ -1,7 +1,5 @@
 """`meshwright lint`: exit codes, one JSON document, errors in one shape."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line: exit codes, one format of errors, behaviour in a pipe."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`meshwright migrate` on the command line: settings, lists, refusals and bad input."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`meshwright plan`: the page, the JSON, files that other commands read, and exit codes."""
 
-from __future__ import annotations
-
 import json
 import re
 

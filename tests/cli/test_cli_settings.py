@@ -1,7 +1,5 @@
 """Settings of other frameworks on the command line: estimate, lint, plan --compare, plan --for --write, lint --recipes."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`meshwright show`: every topic is printed with correct values, figures are self-contained, and wrong names get a suggestion."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`meshwright show` on one's own numbers and on a plan file: values by hand, the same numbers as the page, own values of a collective."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

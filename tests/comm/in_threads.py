@@ -1,7 +1,5 @@
 """A transport between threads of one process, for tests of the interpreter without starting ranks."""
 
-from __future__ import annotations
-
 import queue
 import sys
 import threading

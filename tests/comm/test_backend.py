@@ -1,7 +1,5 @@
 """The backend against gloo: every collective, dtype and odd shape; and torch's own users of a backend (DDP, fully_shard, DTensor)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import distributed

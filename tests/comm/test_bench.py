@@ -1,7 +1,5 @@
 """`meshwright bench`: ranks are joined or named, the sweep keeps its budget, and what was measured is never lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

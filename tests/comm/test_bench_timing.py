@@ -1,7 +1,5 @@
 """Timing takes medians of samples that all ranks agree on; records are read back as they were written."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -4,8 +4,6 @@ Every test uses a different name, so that tests and other emulations on this mac
 that a link is never faster than asked is no timing, but what a limit means.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

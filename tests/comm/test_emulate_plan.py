@@ -1,7 +1,5 @@
 """The emulated cluster as data: its shape, where ranks run, and when the switch process delivers a frame. No rights needed."""
 
-from __future__ import annotations
-
 import socket
 import stat
 import struct

@@ -1,7 +1,5 @@
 """The interpreter against numpy: every program of the registry, every dtype and reduction, odd sizes, several lanes."""
 
-from __future__ import annotations
-
 import warnings
 from datetime import timedelta
 

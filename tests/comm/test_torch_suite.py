@@ -1,7 +1,5 @@
 """PyTorch's own process-group tests on the backend: a sample every day, all of them in `make soak`."""
 
-from __future__ import annotations
-
 import pytest
 
 from comm import torch_suite

@@ -7,8 +7,6 @@ gloo, and then gets the name of our backend. All tests run in one set of ranks, 
 or hangs a rank, the remaining tests run in a new set.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

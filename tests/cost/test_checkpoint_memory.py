@@ -1,7 +1,5 @@
 """Memory of a save and of a load, by who collects the state."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.describe import catalog

@@ -1,7 +1,5 @@
 """The choices of a plan field: the value alone, the value with what must change, or the reason why not."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Clusters: the hardware of the catalog, and the ports on the path between two devices."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

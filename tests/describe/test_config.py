@@ -1,7 +1,5 @@
 """Configurations: names, files that extend files, overrides, origins, and writing TOML."""
 
-from __future__ import annotations
-
 import os
 import tomllib
 from pathlib import Path

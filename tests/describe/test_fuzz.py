@@ -1,7 +1,5 @@
 """Hostile input: any input gives a configuration or one clear error, quickly and in little memory."""
 
-from __future__ import annotations
-
 import tomllib
 
 import pytest

@@ -1,7 +1,5 @@
 """Layouts: a 3D example, and properties of every layout."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

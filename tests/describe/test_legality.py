@@ -1,7 +1,5 @@
 """One legality predicate: the same result for one plan and for a batch, and every offered fix is legal."""
 
-from __future__ import annotations
-
 import itertools
 import shlex
 

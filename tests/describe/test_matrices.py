@@ -1,7 +1,5 @@
 """Which rank computes Muon's update of which matrix: all ranks agree, every element has a place, and the work is divided evenly."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Plans check themselves: errors show the arithmetic, the legal values and a fix."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

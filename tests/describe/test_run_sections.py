@@ -1,7 +1,5 @@
 """The sections [optimizer], [checkpoint] and [run]: defaults, round trip, options that have no effect, schedules of a known length."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.describe.config import Config, configure, load

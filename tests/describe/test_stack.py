@@ -1,7 +1,5 @@
 """Stacks and workloads: defaults, names and bounds."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.describe import catalog

@@ -1,7 +1,5 @@
 """A variant added from outside the package goes through every command; one that lacks a part raises and names the part."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Plan files written by earlier versions still load: every key keeps its name."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

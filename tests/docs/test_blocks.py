@@ -3,8 +3,6 @@
 Blocks labelled `slow` run in `make soak`, and their numbers are compared, except times; those labelled `not run` are checked as far as a parser goes.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

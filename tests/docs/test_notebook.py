@@ -3,8 +3,6 @@
 Cells with the tag `torch` start ranks: `make soak` runs them. Those of the course are its chapters, and run from their own folder.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

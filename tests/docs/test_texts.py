@@ -1,7 +1,5 @@
 """Every row of docs/texts.md is run: the Python call gives the number, the command prints it, and the numbers of the texts hold or have a reason."""
 
-from __future__ import annotations
-
 import os
 import shlex
 

@@ -1,7 +1,5 @@
 """`mw.formulas`: values by hand and by independent calculations, equality with what the package computes elsewhere, and refused arguments."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -4,8 +4,6 @@ A case is a question to `meshwright plan`. Its winner for a framework is written
 `launch --for X` starts it. A case that the planner refuses for a framework is not tried: the framework, or its settings, cannot run it.
 """
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 from functools import cache

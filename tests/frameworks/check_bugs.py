@@ -7,8 +7,6 @@
 ten were named right by the comparison as it was when they were written down. `quiet`: the loss of the first step is unchanged.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 GITHUB = "https://github.com/"

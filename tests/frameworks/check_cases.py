@@ -1,7 +1,5 @@
 """The healthy trainings that are recorded under real frameworks and compared with one device (test_check_healthy.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

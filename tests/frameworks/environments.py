@@ -4,8 +4,6 @@ An environment is a folder of packages over the project's own environment, whose
 versions.toml changes. A framework that cannot be installed is skipped with the reason.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Recordings of training scripts under the frameworks of the test environments: one process for each environment (drivers/record_server.py)."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

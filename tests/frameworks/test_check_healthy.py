@@ -4,8 +4,6 @@ Each script in training/ is recorded as it is, under the patches of `--on-cpu`. 
 is measured by two perturbed repetitions where the dtype is not float64.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

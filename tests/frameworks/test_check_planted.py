@@ -1,7 +1,5 @@
 """Bugs planted in the frameworks' own code are caught, and the comparison names the right phase, module and pattern (check_bugs.py)."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -6,8 +6,6 @@ in the router) and 11 (GatedDeltaNet) need releases or kernels that do not run o
 experts under tp and ep, needs Transformer Engine: local experts are marked. megatron-core 0.19.0 imports Triton and is not recorded.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

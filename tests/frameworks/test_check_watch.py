@@ -1,7 +1,5 @@
 """`meshwright check watch` under real frameworks: what must hold does in healthy trainings, and what a planted bug breaks is reported."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The scripts of docs/found.md, which need no Meshwright, print what the page says: the bugs are still there."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -4,8 +4,6 @@
 `launch` write it, and given to a driver in the framework's environment (environments.py). Large worlds are given by their size alone.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

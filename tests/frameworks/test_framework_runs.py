@@ -6,8 +6,6 @@ gradient norms must be those of one process of the same framework, with the same
 rounding hides nothing. What a driver replaces because a CPU does not have it is printed.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 A sample of the cases of cases.py, each from the settings of another framework; `make test-frameworks` runs it.
 """
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from typing import Any

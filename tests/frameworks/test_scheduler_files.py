@@ -3,8 +3,6 @@
 `make test-frameworks` runs this. A package that cannot be installed is skipped with the reason.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

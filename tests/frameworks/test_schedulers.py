@@ -4,8 +4,6 @@ Every training of one plan and seed has the same losses, also if a rank, a node 
 (isolated_hosts.py); one that is not installed is skipped with the reason. Debian: `apt-get install slurmctld slurmd slurm-client munge openmpi-bin`.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

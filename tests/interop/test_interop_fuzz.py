@@ -1,7 +1,5 @@
 """Settings with any values are read, refused or listed as unknown: never an exception of another kind."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

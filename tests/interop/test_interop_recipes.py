@@ -1,7 +1,5 @@
 """A hundred public recipes and published mistakes, as facts with their source: what is read, what is flagged, and that corrections are not."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

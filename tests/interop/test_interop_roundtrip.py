@@ -1,7 +1,5 @@
 """Plan → settings → plan is the identity on what a framework can say."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

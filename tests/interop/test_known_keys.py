@@ -1,7 +1,5 @@
 """Keys that are misspelt by one letter are reported as unknown, in a sample of published recipes."""
 
-from __future__ import annotations
-
 import json
 import random
 import runpy

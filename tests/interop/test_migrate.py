@@ -1,7 +1,5 @@
 """Settings migrated from framework to framework and back keep degrees, batch, precision and recompute, or the refusal says why."""
 
-from __future__ import annotations
-
 import json
 import random
 import shlex

@@ -1,7 +1,5 @@
 """`--tokens chinchilla`: the compute-optimal tokens of the model, with the predicted loss and its source among what is assumed."""
 
-from __future__ import annotations
-
 import pytest
 
 import meshwright as mw

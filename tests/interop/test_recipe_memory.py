@@ -1,7 +1,5 @@
 """Bytes that the memory of settings counts, beside what the frameworks' own layers save."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

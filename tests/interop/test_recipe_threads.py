@@ -1,7 +1,5 @@
 """Mistakes that people reported in public threads (`benchmarks/recipe_threads.jsonl`): flagged for their reason, and the corrections are not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Options that a framework refuses together are flagged, and the same settings without the conflict are not."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Switches of overlap and of checkpoints: read with each framework's own defaults, written so that what runs is what was predicted."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`plan --for X` gives only plans that `launch --for X` starts; files name the versions whose own parser read them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

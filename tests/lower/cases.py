@@ -1,7 +1,5 @@
 """Helpers of the tests of `lower` and `cost`: small models, lowering in one line, sums over operations, legal plans."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Muon in the step program: bytes and FLOPs of its exchanges, the batch against the assignment of each rank, moments and cost."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Which tensors a pipeline sends between two stages of a module, and the ones that it cannot send, named with their readers."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

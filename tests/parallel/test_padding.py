@@ -1,7 +1,5 @@
 """Padding that begins after the first step: a mean over valid targets is weighted by them, any other loss that looks at them is refused."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A plan on a user's module gives the same training as one device: losses, gradients, norms and parameters, in float64."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import pytest

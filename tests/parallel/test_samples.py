@@ -1,7 +1,5 @@
 """Modules and losses that look at the batch as a whole are refused or made exact, and a plan's step is one device's: float64, AdamW with decay."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """A pipeline sends what later stages read beside the output of the layer before: training equals one device's, in float64 to 1e-12."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """`nn.MultiheadAttention` split by heads equals one device, with every kind of mask, and in evaluation."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

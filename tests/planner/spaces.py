@@ -1,7 +1,5 @@
 """Small problems whose whole space can be written down, and the name of a plan without its twins."""
 
-from __future__ import annotations
-
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config

@@ -1,7 +1,5 @@
 """Published training runs: their configurations are legal, their figures are compared with ours, and the pages are current."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Single changes of a plan have the times and memory of `estimate`, and a pair is found where one change alone does not fit."""
 
-from __future__ import annotations
-
 import pytest
 from test_lint import config, overridden
 

@@ -1,7 +1,5 @@
 """Any request gives a plan that meets its constraints or a clear error; never an exception or an empty table."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The planner searches only what the framework of a stack can run."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.describe import catalog, legality

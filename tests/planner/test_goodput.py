@@ -1,7 +1,5 @@
 """Failures and checkpoints: formulas compared with published runs, with each other and with a plain simulation."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Each anti-pattern is found, its cost is the saving of its removal, and its fix is a legal plan."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 from functools import cache

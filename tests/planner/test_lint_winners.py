@@ -1,7 +1,5 @@
 """Each anti-pattern in a winner of the search has a reason, in figures, why the plan is still the best: forty models and clusters."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """Near misses: a close size with a faster plan is offered, with a true gain and a legal plan."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright import planner

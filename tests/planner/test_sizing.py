@@ -1,7 +1,5 @@
 """The fewest GPUs for a number of tokens within days or dollars, with their plan and a table of sizes; bad input gives clear errors."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright import planner

@@ -1,7 +1,5 @@
 """Decision guides: each recommendation is legal, and the output shows its cost against the winner."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """`meshwright tune`: which plan is measured next, what runs say, and a log that a later call continues."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

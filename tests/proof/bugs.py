@@ -13,8 +13,6 @@ Bugs that cannot be expressed here, and so are not in the corpus:
     a shorter message silently accepted       the shape of every message is known in advance
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 

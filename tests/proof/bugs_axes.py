@@ -1,7 +1,5 @@
 """Historical bugs of tensor, sequence, context, pipeline and expert parallelism, as in `bugs`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 Each is a function that puts one bug into a process: into the ranks, and with `shared` into one device too, as it would be in the source.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

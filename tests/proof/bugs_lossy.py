@@ -1,7 +1,5 @@
 """Bugs of lossy gradient reduction, as in `bugs`: training continues, slightly worse, and no exact run shows them."""
 
-from __future__ import annotations
-
 from meshwright.describe.sharding import Box
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.compress import base, schemes

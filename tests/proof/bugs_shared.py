@@ -4,8 +4,6 @@ Each is a function that puts one bug into a process, as in `bugs`; `undo` takes 
 lists the model and the settings that show a bug, and the kind of the first difference.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any

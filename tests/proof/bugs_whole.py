@@ -4,8 +4,6 @@ Each is a function that puts one bug into a process: into the ranks and into one
 that show a bug and the kind of the first difference; a bug with `default` is found without `--whole`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

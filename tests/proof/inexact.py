@@ -4,8 +4,6 @@ For each compression `combined` builds a few layouts that together cover every s
 accumulation) are added to them. For each precision `PLAIN` does the same. The other layouts are triples and special code paths.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 Fields = dict[str, Any]

@@ -6,8 +6,6 @@ kinds prove the same thing twice. `covering` repeatedly takes the layout with th
 kinds were covered by later ones.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Muon in several rounds: messages travel while other rounds are computed, and the update is that of one device."""
 
-from __future__ import annotations
-
 import layouts
 import pytest
 from test_matrix import BOUND, assert_issues_what_is_lowered

@@ -1,7 +1,5 @@
 """The replay of Muon's updates puts the pieces of all ranks together, and finds a wrong factor, a missing decay and a box in the wrong place."""
 
-from __future__ import annotations
-
 from math import sqrt
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`verify` of a user's own module: the comparison passes, finds planted bugs, and errors in the user's file are one sentence."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

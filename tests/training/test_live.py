@@ -1,7 +1,5 @@
 """A run in the terminal: the live picture and the plain lines, both from the run folder alone."""
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Callable

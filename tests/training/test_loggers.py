@@ -1,7 +1,5 @@
 """Loggers: each receives the rows, a missing or failing one does not end a run."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The cached calibration of this machine, and the load of other processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

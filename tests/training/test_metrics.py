@@ -1,7 +1,5 @@
 """What hooks add to the steps of a run: metrics in the record, rows in the run folder, traces of torch's profiler."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

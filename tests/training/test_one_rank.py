@@ -1,7 +1,5 @@
 """`meshwright measure`: one rank of a large plan on this machine, what its file says, and plans made with it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The update: learning rates, parameter groups, Muon's iteration, averages, gradients that are not finite, deterministic mode."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A loop in user code: short, and it trains what `train` trains, under a plan with a pipeline and ZeRO too."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """A device whose products sleep: the shapes, the seconds that the cost model gives, and torch's own kernels afterwards."""
 
-from __future__ import annotations
-
 import runpy
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A user's module trains with the trainer's own pieces: compression, offload, optimizers, and checkpoints that resume on another layout."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

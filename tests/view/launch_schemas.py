@@ -4,8 +4,6 @@
 files use them. Unknown keys are refused, since the API server would drop them. `SKY_TASK`: the keys of a SkyPilot task (0.14).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """Launch files: parsed by the tools' own parsers or schemas, and the shell scripts run with stubs in place of Slurm's commands."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shlex

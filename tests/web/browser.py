@@ -5,8 +5,6 @@ only the colour theme in the browser's storage, which is cleared before each pag
 A test fails if the page logs an error, throws one, or asks for an address that fails.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

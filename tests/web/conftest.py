@@ -1,8 +1,6 @@
 """One server for all tests of a worker process: `meshwright web` on a free port of this machine. Tests in a browser run in `make soak`, except
 those that are marked `daily`: one of each workspace."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Start and stop `meshwright web` as a person does, and ask it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

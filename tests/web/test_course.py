@@ -1,7 +1,5 @@
 """The course: every chapter has what it needs, its command and its Python call give the same number, and its figures follow their controls."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -1,7 +1,5 @@
 """Dropped files: written below a folder of their own whatever their names are, bounded, read by the functions of the commands, and removed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import tempfile

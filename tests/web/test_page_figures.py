@@ -1,7 +1,5 @@
 """The figures of plans, links, collectives and ZeRO in a real browser: each has the numbers of Python and reacts to pointer and keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

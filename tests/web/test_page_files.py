@@ -1,7 +1,5 @@
 """Files that a user brings to Plan: a Hugging Face config.json, a cluster.toml, settings of another framework."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The modeler: the published tool's numbers stand next to the corrected ones; and sums of other views."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run folders: listed, read while they grow, and never outside of the folder given at start."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

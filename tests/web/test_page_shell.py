@@ -1,7 +1,5 @@
 """The frame of the page in a real browser: views appear, inputs change numbers to those of the Python API, the address restores a state."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

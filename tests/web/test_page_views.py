@@ -1,7 +1,5 @@
 """Every view appears, on a desktop and on a phone, without an error and without horizontal scrolling; axe-core finds no serious violation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The workspace Runs in a real browser: runs grow as a stream, are compared, and survive a restart of the server; dropped traces and recordings."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The HTTP API: an answer is what the command prints with --json, errors have the one shape, views arrive line by line."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """Requests that must be refused: other hosts and origins, files, oversized and malformed bodies; what a browser may do with the page."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Requests generated from the OpenAPI document: every one is answered in time, none with a fault of the server."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

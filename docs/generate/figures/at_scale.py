@@ -1,7 +1,5 @@
 """The text Distributed Training at Scale."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from figures.cases import GB, calls, gpt_like, layer_flops, link, lowered, model, one, saved, volume

@@ -1,7 +1,5 @@
 """The text Distributed Training Basics."""
 
-from __future__ import annotations
-
 from figures.cases import GB, MB, TB, TERA, compression_ratio, device, link, lowered, model, one, volume, walked
 from figures.figure import Figure, rows
 from meshwright.cost import advice

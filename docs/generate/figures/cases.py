@@ -1,7 +1,5 @@
 """Helpers of all tables: models and hardware from the catalog, lowered plans, sums over their operations, and walked programs."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -19,8 +19,6 @@ Each verdict is chosen by hand in the tables (`holds(...)`, `bound(...)`, `conve
 follows from the numbers by these rules. The remark gives the reason.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

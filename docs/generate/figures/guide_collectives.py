@@ -1,7 +1,5 @@
 """The guide, parts 2 to 4: bytes and times of collectives, from walking their programs."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The guide, parts 7 and 8 (and the volumes of 4.5): data parallelism, compression, ZeRO."""
 
-from __future__ import annotations
-
 from figures.cases import GB, MB, compression_ratio, volume
 from figures.figure import Figure, rows
 from meshwright.cost import advice

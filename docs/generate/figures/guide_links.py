@@ -1,7 +1,5 @@
 """The guide, parts 5 and 6: the α-β model, crossovers, and the communication roofline."""
 
-from __future__ import annotations
-
 import math
 
 from figures.cases import GB, KB, MB, MIB, TB, TERA, device, link, lowered, model

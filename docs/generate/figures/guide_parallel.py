@@ -1,7 +1,5 @@
 """The guide, parts 9 to 11: tensor, pipeline, three-dimensional and expert parallelism."""
 
-from __future__ import annotations
-
 from figures.cases import GB, MB, boundary, calls, layer_bytes, lowered, model, one, saved, traffic
 from figures.figure import Figure, rows
 from meshwright.describe.layout import Layout

@@ -1,7 +1,5 @@
 """The guide, part 12: published training runs, and the closing table of volumes."""
 
-from __future__ import annotations
-
 from figures.cases import GB, MB, boundary, calls, layer_bytes, lowered, model, traffic, volume
 from figures.figure import Figure, rows
 from meshwright.describe.plan import Plan

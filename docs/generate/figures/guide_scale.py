@@ -1,7 +1,5 @@
 """The guide, part 1: growth, the memory wall, and the hardware it quotes."""
 
-from __future__ import annotations
-
 import math
 
 from figures.cases import GB, GIB, STORED, TB, TERA, device, gpt_like, link, lowered, model, saved

@@ -1,7 +1,5 @@
 """The text Lecture 08: Parallelism 2."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from figures.cases import GB, TB, device, link, lowered, model, one, walked

@@ -1,7 +1,5 @@
 """The text Parallelism Bandwidth & Efficiency Modeler."""
 
-from __future__ import annotations
-
 import math
 
 from figures.cases import GB, GIB, MB, MIB, boundary, calls, device, gpt_like, layer_flops, link, lowered, saved

@@ -1,7 +1,5 @@
 """All tables as one page."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache

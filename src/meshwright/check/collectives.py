@@ -1,7 +1,5 @@
 """Every collective of a process, in order: its operation, group and bytes, forward and backward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ What the modules computed then says where it began: the first module whose outpu
 output has another gradient (backward), or none of them (reduction). Bounds, patterns and their usual causes are `verify`'s.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

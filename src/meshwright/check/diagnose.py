@@ -4,8 +4,6 @@ The first module whose output is not the reference's (forward), or the last one 
 then the tensor that differs says it (reduction, clipping, update). Patterns and their usual causes are `verify`'s.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from meshwright.check.pair import StepPair, TensorDifference

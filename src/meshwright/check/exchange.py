@@ -5,8 +5,6 @@ stays more than `BEHIND` checks and `PATIENCE_S` behind is not asked again; if i
 store is in this process.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

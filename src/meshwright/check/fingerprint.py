@@ -4,8 +4,6 @@ The bits of a tensor are read as 64-bit integers, in rows of `COLUMNS`. Columns 
 their own and summed. Integer sums that wrap are exact in any order, so one changed bit always changes the hash.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Frameworks that carry it elsewhere (Megatron's `partition_dim`, DeepSpeed's fragments) have a reader each in `frameworks`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -10,8 +10,6 @@ A rank's note of a checked step is plain data:
 Ranks with the same place are data-parallel ranks; the n-th ranks of several places read the same samples.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass

@@ -7,8 +7,6 @@ of the features (tensor parallelism). Of all blocks the nearest is taken; how fa
     rank 1, layers.0.up [1, 32, 128]    →    reference, layers.0.up [4, 32, 256]: sample 1, features 128 to 255
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

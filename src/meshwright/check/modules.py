@@ -1,7 +1,5 @@
 """Names of modules and parameters, as they would be on one device without wrappers."""
 
-from __future__ import annotations
-
 import gc
 import re
 from typing import Any

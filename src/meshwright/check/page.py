@@ -1,7 +1,5 @@
 """A comparison in the terminal: the verdict, the first difference and what it looks like, the network as a strip of modules."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import isnan
 

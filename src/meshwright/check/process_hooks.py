@@ -3,8 +3,6 @@
 What is replaced is put back by `detach`. Processes of a data loader are left alone: they are forks of a rank, or start like one.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@ A model too large for one device is shrunk as `verify` shrinks it (`proof.small`
 the data's tokens need it.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

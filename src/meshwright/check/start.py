@@ -1,7 +1,5 @@
 """Start a training script with the recorder in the environment of its processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 ModuleSamples of a run are stored whole or as sketches; a row is compared in the form that both have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ A step is written when it is complete, so that a script that dies leaves what it
 the rank has reached its limit of bytes; from then on their sketches are.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

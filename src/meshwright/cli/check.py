@@ -1,7 +1,5 @@
 """`meshwright check`: anybody's training code against one device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

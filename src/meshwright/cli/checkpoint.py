@@ -1,7 +1,5 @@
 """`meshwright checkpoint`: list, verify, convert and delete the checkpoints of runs."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`meshwright measure`: one device runs one rank of a large plan."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Unpack
 

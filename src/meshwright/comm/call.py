@@ -6,8 +6,6 @@ operation, algorithm, dtype, reduction, root and elements, and with the bytes. A
 with the call it executes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple

@@ -8,8 +8,6 @@ It is linear: the sketch of a sum is the sum of the sketches, and the sketches o
 factor, a missing sum or the step before are seen in sketches as in the tensors themselves. An element that is off by d is off by d in one number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod

@@ -17,8 +17,6 @@ matrix orthogonal, which enlarges noise in its small singular values: the bound 
 What cannot be judged this way is said: a router, fp8 or a lossy sum may round to another expert or another code, after which nothing is near.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

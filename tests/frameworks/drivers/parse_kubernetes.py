@@ -4,8 +4,6 @@ TrainJob and TrainingRuntime: the pydantic models of `kubeflow` (kubeflow-traine
 `kubeflow-training`, and of `kubernetes` below them. A field that a model does not have is missing in what it writes back.
 """
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Read tasks with SkyPilot's own parser: `sky.Task.from_yaml`."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Helpers of the tests of collectives: every algorithm, and random programs."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Every builder passes the check at any size, its results agree with numpy, and a program with one broken step is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from collective_cases import EVERY, drawn, expected, inputs_of

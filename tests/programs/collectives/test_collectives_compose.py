@@ -1,7 +1,5 @@
 """The relations between operations: composition and duality."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from collective_cases import EVERY, drawn, expected, groups, inputs_of

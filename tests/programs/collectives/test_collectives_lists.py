@@ -1,7 +1,5 @@
 """The instructions of a rank, and arguments that no builder takes."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.errors import MeshwrightError

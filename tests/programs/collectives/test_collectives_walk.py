@@ -1,7 +1,5 @@
 """Walked times: equal to the closed formulas if no link is shared, and correct for mixed, shared or oversubscribed links."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -4,8 +4,6 @@ They are applied only when asked (`meshwright check record --on-cpu`). A file sa
 framework is imported: `BEFORE` and `AFTER`, by the module's name. The first line of each function's docstring says what it replaces.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """accelerate drops FSDP without a word when its processes are on CPUs, and makes the model DDP."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

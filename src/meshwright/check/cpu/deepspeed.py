@@ -1,8 +1,6 @@
 """DeepSpeed has an accelerator for CPUs, which it takes when told before its import. It would compile Adam, and collectives in shared memory, for
 minutes."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

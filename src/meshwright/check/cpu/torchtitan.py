@@ -1,7 +1,5 @@
 """torchtitan takes the kind of its device from PyTorch at import. It switches the division of FSDP off by a pre-multiplied sum, which gloo lacks."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from importlib.machinery import ModuleSpec

@@ -1,7 +1,5 @@
 """How each framework says what a rank holds, and where its gradients are: one object each. The first that recognises a model is used."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from meshwright.check.frameworks.deepspeed import DeepSpeed

@@ -1,7 +1,5 @@
 """DeepSpeed. Under ZeRO parameters and gradients lie in flat partitions; its own functions put them together, on all ranks at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

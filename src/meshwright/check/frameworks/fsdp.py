@@ -1,7 +1,5 @@
 """FSDP of PyTorch, both versions. Private names: `foreach_reduce` and the shards of version 2; `_handle` and the flat parameter of version 1."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """megatron-core. Parameters say how they are cut, the buffers of its DDP hold the gradients, layers and experts know their numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

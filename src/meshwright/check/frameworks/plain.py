@@ -1,7 +1,5 @@
 """Plain PyTorch: modules, DDP, DTensor. What other frameworks do in another way they override."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Iterator

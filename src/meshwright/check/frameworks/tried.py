@@ -1,7 +1,5 @@
 """What was tried with each framework, on CPU processes with gloo: `meshwright check frameworks`. The runs are in tests/frameworks."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Micro-batches of whatever a module takes: a tensor, or tuples, lists and dictionaries of tensors."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

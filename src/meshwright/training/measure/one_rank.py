@@ -12,8 +12,6 @@ Memory is the peak of the allocator in the timed steps; on a CPU the peak of all
 micro-batches as stages run (`predict.one_rank.measured_config`): more of them repeat the same work and hold no more memory.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math
