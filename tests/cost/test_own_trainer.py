@@ -52,6 +52,30 @@ def test_the_commands_state_one_number_for_our_trainer(parts: dict, stack: str, 
     assert own.prediction.step_time_s != estimated.prediction.step_time_s
 
 
+def test_a_run_with_graphs_is_predicted_without_launches() -> None:
+    """A small model with experts: its 94 eager launches a layer take the host as long as its kernels take the device."""
+    shape = {
+        "layers": 12,
+        "hidden": 1024,
+        "heads": 16,
+        "kv_heads": 8,
+        "ffn": 1408,
+        "vocab": 32000,
+        "experts": 16,
+        "top_k": 2,
+    }
+    plan = {"microbatch": 8, "grad_dtype": "bf16"}
+    launched, replayed = (
+        predict(
+            with_own_stack(Config.from_parts(shape, "dgx-h200", workload={"batch": 8, "seq": 2048}, plan=plan, run=run))
+        )
+        for run in ({}, {"graphs": "step"})
+    )
+    assert replayed.exposed_s["host"] < 0.01 * launched.exposed_s["host"]
+    assert launched.step_time_s - replayed.step_time_s == pytest.approx(launched.exposed_s["host"], rel=0.01)
+    assert launched.exposed_s["host"] > 0.1 * launched.step_time_s
+
+
 def test_a_plan_states_the_number_of_its_estimate_and_of_train(tmp_path: Path) -> None:
     result = api.plan("nano", "dgx-h200", nodes=1, batch=16, seq=64, fix=["pp=2"])
     own = result.estimate.own_trainer

@@ -434,4 +434,5 @@ def with_own_stack(config: Config) -> Config:
     """Give a configuration the stack of our trainer, unless it names a stack."""
     if not is_typical(config.stack):
         return config
-    return config.but(stack=own_stack(config.cluster.accelerator.name, config.run.compiled))
+    stack = own_stack(config.cluster.accelerator.name, config.run.compiled)
+    return config.but(stack=stack.but(graphs=("step",)) if config.run.graphs == "step" else stack)

@@ -124,6 +124,8 @@ class Run(Described):
     """only kernels that give the same bits in every run; slower on GPUs"""
     compile: Literal["auto", "off", "blocks", "whole"] = "auto"
     """torch.compile for each layer (blocks) or for a whole stage (whole); auto: blocks on GPUs, off on CPUs"""
+    graphs: Literal["off", "step"] = "off"
+    """step: replays forward and backward from one CUDA graph, on one GPU; faster where kernels are short"""
     restarts: Whole = 3
     """restarts from the last good checkpoint after a failure"""
     hang_s: Seconds = Field(default=0.0, ge=0)

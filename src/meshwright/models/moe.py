@@ -252,9 +252,12 @@ class Experts(nn.Module):
         return self.down(inner_RF, counts)
 
     def in_one_kernel(self, x_RH: Tensor, counts_E: Tensor) -> bool:
-        """Whether torch's grouped product supports these rows: bf16 on a GPU since Hopper."""
-        on_device = x_RH.is_cuda and x_RH.dtype == torch.bfloat16 and isinstance(counts_E, Tensor)
-        return on_device and has_grouped_product() and takes_device_counts(self.up.product)
+        """Whether torch's grouped product supports these rows."""
+        return x_RH.is_cuda and isinstance(counts_E, Tensor) and self.has_one_kernel(x_RH.dtype)
+
+    def has_one_kernel(self, dtype: torch.dtype) -> bool:
+        """Whether torch's grouped product supports rows of a dtype on this machine's GPU: bf16, since Hopper."""
+        return dtype == torch.bfloat16 and has_grouped_product() and takes_device_counts(self.up.product)
 
 
 class MixtureOfExperts(nn.Module):
@@ -280,6 +283,10 @@ class MixtureOfExperts(nn.Module):
         combined_TH = copies.combine(outputs_RH, weight_R)
         routed_BSH = self.placement.restore(combined_TH, x_BSH)
         return routed_BSH if shared_BSH is None else routed_BSH + shared_BSH
+
+    def keeps_counts_on_device(self, dtype: torch.dtype) -> bool:
+        """Whether the host never reads how many tokens an expert has, where all experts are on this GPU."""
+        return self.router.dropless and self.experts.has_one_kernel(dtype)
 
     def _shared(self, x_BSH: Tensor) -> Tensor | None:
         if self.shared is None:

@@ -93,6 +93,7 @@ class Parallel(Sharded):
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run all micro-batches of this rank's share of the batch. Returns this rank's part of the loss; zero where the
         loss is computed on another pipeline stage."""
+        self.quantise_weights()
         total, self.targets = torch.zeros((), dtype=torch.float64, device=self.mesh.device), targets
         if self.pipeline is not None:
             part = self.pipeline.run(inputs, targets)
@@ -136,7 +137,6 @@ class Parallel(Sharded):
         """Set the inputs of dropout and attention masks: the samples of this step, and the documents of their tokens."""
         self.step, self.samples_B = step, sample_hashes(self.seed, step, samples, torch.device(self.mesh.device))
         self.documents_BS = documents_BS
-        self.quantise_weights()
 
     def quantise_weights(self) -> None:
         """Bring the weights of fp8 products to fp8, where that is done once per step."""

@@ -27,6 +27,7 @@ from meshwright.training.optimizer.average import WeightAverage
 from meshwright.training.optimizer.make import make_optimizer
 from meshwright.training.optimizer.norm import FinitePolicy, clip, counted_squares
 from meshwright.training.optimizer.schedule import base_rate, set_learning_rate, share_at
+from meshwright.training.step_graph import StepGraph
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Trainer:
     step: int = 0  # the next one
     skip_steps: set[int] = field(default_factory=set)  # steps without an update: those that a rollback leaves out
     stopped: bool = False  # a hook ends the training after the current step
+    graph: StepGraph | None = None  # that replays forward and backward
     unfinished: bool = False  # a step began and has not ended: true at the next step if this one raised
 
     def __post_init__(self) -> None:
@@ -82,7 +84,7 @@ class Trainer:
         parallel.set_tokens(tokens.to(at_least_single(self.dtype)), scale)
 
         parallel.begin_step(self.step, self.indices, batch.documents_BS)
-        loss = parallel.forward_backward(batch.inputs, batch.targets)
+        loss = (self.graph or parallel.forward_backward)(batch.inputs, batch.targets)
 
         parallel.finish_gradients()
         for hook in self.hooks:

@@ -58,6 +58,7 @@ from meshwright.training.measure.profile import Profiler
 from meshwright.training.measure.record_comm import CommRecorder
 from meshwright.training.measure.reports import Metrics, gather_reports, rank_report
 from meshwright.training.start import base_of, has_checkpoint, initial_weights
+from meshwright.training.step_graph import StepGraph
 from meshwright.units import Json
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS repeats its sums only with a workspace of fixed size
@@ -158,6 +159,7 @@ def train(context: RankContext, attempt: Attempt, job: TrainingJob, listen: List
                 for _ in guard.train(job.steps, saver):
                     pass
         trainer.hooks.clear()
+        trainer.graph = None  # reports trace modules, which a graph does not call
         unsaved, last = saver.finish() if saver is not None else None, trainer.step
         reports = []
         if not trainer.stopped:
@@ -192,7 +194,8 @@ def make_trainer(context: RankContext, job: TrainingJob, unset: bool = False) ->
         compile=config.run.compile,
     )
     parallel.base = base_of(config, seed)
-    return Trainer(parallel, training_samples(config, seed), config.optimizer, ahead=AHEAD)
+    graph = StepGraph(parallel) if config.run.graphs == "step" else None
+    return Trainer(parallel, training_samples(config, seed), config.optimizer, ahead=AHEAD, graph=graph)
 
 
 def hooks_of(trainer: Trainer, job: TrainingJob, recorder: CommRecorder, folder: RunFolder | None) -> list[Hook]:

@@ -46,6 +46,7 @@ from meshwright.training.measure import timeline
 from meshwright.training.measure.observe import Observer
 from meshwright.training.measure.profile import trace_step, write
 from meshwright.training.run import completed
+from meshwright.training.step_graph import StepGraph
 from meshwright.units import Json
 
 WARMUP = 3
@@ -141,7 +142,8 @@ def make_trainer(config: Config, rank: int, weights: Weights, device: str = "cpu
         order=config.plan.order or config.stack.order,
         compile=config.run.compile,
     )
-    return Trainer(parallel, RandomSamples(config.model, config.workload.seq, 0), config.optimizer)
+    graph = StepGraph(parallel) if config.run.graphs == "step" else None
+    return Trainer(parallel, RandomSamples(config.model, config.workload.seq, 0), config.optimizer, graph=graph)
 
 
 class DeviceWeights:
