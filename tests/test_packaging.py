@@ -77,7 +77,17 @@ for words in {commands!r}:
         codes.append(leaving.code)
 print("codes", codes, file=sys.stderr)
 """
-EXTRA_PACKAGES = ("torch", "safetensors", "tokenizers", "pyarrow", "starlette", "uvicorn", "yaml", "transformers")
+EXTRA_PACKAGES = (
+    "torch",
+    "safetensors",
+    "tokenizers",
+    "pyarrow",
+    "jinja2",
+    "starlette",
+    "uvicorn",
+    "yaml",
+    "transformers",
+)
 PLANNING = [
     ["estimate", "--plan", "examples/llama3-70b-64xh100.toml"],
     ["plan", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "8", "--batch", "8", "--fix", "tp=2", "--without", "pp"],

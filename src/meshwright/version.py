@@ -8,7 +8,7 @@ VERSION = "0.1.0"
 NEEDED = ("numpy", "pydantic", "typer", "rich", "tomli-w")
 # By extra, its packages and their lowest versions, as pyproject.toml has them.
 EXTRAS = {
-    "train": {"torch": "2.11", "safetensors": "0.4", "tokenizers": "0.20", "pyarrow": "16"},
+    "train": {"torch": "2.11", "safetensors": "0.4", "tokenizers": "0.20", "pyarrow": "16", "jinja2": "3.1.6"},
     "web": {"starlette": "0.40", "uvicorn": "0.30"},
     "interop": {"pyyaml": "6"},
 }

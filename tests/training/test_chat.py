@@ -5,22 +5,17 @@ import json
 import numpy as np
 import pytest
 
+from chat_tokenizer import CHAT, trained_tokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.models.loss import IGNORED
 from meshwright.training.data.page import contents
-from meshwright.training.data.prepare.chat import TEMPLATES, chat_text, learned_tokens
+from meshwright.training.data.prepare.chat import chat_text, learned_tokens
 from meshwright.training.data.prepare.run import prepare
 from meshwright.training.data.samples import Sequences
 from meshwright.training.data.sources import Documents
 from meshwright.training.data.token_file import check_offsets, open_tokens, verify_hashes
 from meshwright.training.data.tokenizer import FileTokenizer
 
-CHAT = [
-    {"role": "user", "content": "What is 2 + 2?"},
-    {"role": "assistant", "content": "It is 4.\n"},
-    {"role": "user", "content": "  \nand äé∑ 🙂 doubled "},
-    {"role": "assistant", "content": "\n8, of course"},
-]
 SYSTEM = {"role": "system", "content": "Answer briefly."}
 # The public templates, reduced to user and assistant turns and, where the template has it, a system turn.
 EVERY = "{% for m in messages %}"
@@ -38,34 +33,7 @@ JINJA = {
     "zephyr": EVERY + "{{ '<|' + m.role + '|>\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
     "{% endgeneration %}{% else %}{{ m.content + eos_token }}{% endif %}{{ '\n' }}{% endfor %}",
 }  # fmt: skip
-SPECIAL = sorted({text for template in TEMPLATES.values() for text in template.special})
 BEGIN = {"llama3": "<|begin_of_text|>", "gemma": "<bos>"}
-
-
-def trained_tokenizer(path, kind):
-    """A tokenizer.json of bytes with merges (as GPT-2's) or of pieces that begin with a mark (as Llama 2's), with all special tokens."""
-    import tokenizers
-    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
-
-    if kind == "bytes":
-        made = tokenizers.Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.post_processor, made.decoder = processors.ByteLevel(trim_offsets=True), decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-    else:
-        made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
-        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        alphabet = []
-    texts = [turn["content"] for turn in CHAT] + [
-        "user\n\nIt is system\n\n\nassistant\n [INST] [/INST] <|user|>model"
-    ] * 8
-    special = ["<unk>", *SPECIAL]
-    trainer = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(texts, trainer)
-    made.save(str(path))
-    return path
 
 
 @pytest.fixture(scope="module", params=["bytes", "pieces"])

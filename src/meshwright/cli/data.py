@@ -26,6 +26,7 @@ def prepare_command(
     end_token: str = "",
     template: str = "",
     learn: str = "assistant",
+    date: str = "",
     workers: int = 0,
     json: bool = False,
 ) -> None:
@@ -47,6 +48,7 @@ def prepare_command(
             end_token=end_token,
             template=template,
             learn=learn,
+            date=date,
             workers=workers,
             listen=lambda done, total: set_share(done / max(total, 1)),
         )

@@ -20,11 +20,12 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>",
 
 class Tokenizer(Protocol):
     """`vocabulary` is one more than the largest token; `end` closes a document, None: documents have no last token.
-    Offsets are the first character of each token, and the one after its last."""
+    `special` are the texts that are one token each. Offsets are the first character of each token, and the one after its last."""
 
     name: str
     vocabulary: int
     end: int | None
+    special: list[str]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]: ...
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]: ...
@@ -49,6 +50,7 @@ class ByteTokenizer:
     name, vocabulary = BYTES, BYTE_VALUES
 
     def __init__(self, end: str = "") -> None:
+        self.special: list[str] = []
         self.end: int | None = None
         if end and end != "none":
             if not (end.isdecimal() and len(end) < 4 and int(end) < BYTE_VALUES):
@@ -90,6 +92,7 @@ class FileTokenizer:
         tokens = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocabulary = max(tokens.values(), default=-1) + 1
         self.end = self._end_token(tokens, end)
+        self.special = [t.content for t in self.tokenizer.get_added_tokens_decoder().values() if t.special]
         self._encode = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)
 
     def _end_token(self, tokens: dict[str, int], end: str) -> int | None:

@@ -21,7 +21,7 @@ from meshwright.training.data.tokenizer import Tokenizer
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 ROLES = (SYSTEM, USER, ASSISTANT)
 FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"))
-OPTIONAL = ("input",)  # beside `instruction`
+OPTIONAL = ("input", "tools")  # beside `instruction`; beside `messages`
 PARTS = ("assistant", "all")  # what is learned
 Spans = tuple[tuple[int, int], ...]  # first character and the one after the last
 Turn = tuple[str, str, str]  # header, end, gap
@@ -61,12 +61,15 @@ TEMPLATES = {
 }  # fmt: skip
 
 
-def check_template(name: str, learn: str, tokenizer: Tokenizer) -> None:
-    """Raise if there is no such template, or if the tokenizer lacks its special tokens."""
-    if name not in TEMPLATES:
-        raise unknown("MW-DATA-018", "the template", name, TEMPLATES, "--template {}")
+def check_learn(learn: str) -> None:
     if learn not in PARTS:
         raise unknown("MW-DATA-018", "--learn", learn, PARTS, "--learn {}")
+
+
+def check_template(name: str, tokenizer: Tokenizer) -> None:
+    """Raise if there is no such template of ours, or if the tokenizer lacks its special tokens."""
+    if name not in TEMPLATES:
+        raise unknown("MW-DATA-018", "the template", name, [*TEMPLATES, "tokenizer", "FILE.jinja"], "--template {}")
     if lacking := lacking_tokens(name, tokenizer):
         fitting = [other for other in TEMPLATES if not lacking_tokens(other, tokenizer)]
         raise MeshwrightError(
@@ -93,7 +96,7 @@ def chat_text(row: Any, where: str, name: str, learn: str) -> tuple[str, Spans]:
     """The text of a row's conversation, and its learned parts."""
     template, turns = TEMPLATES[name], turns_of(row, where)
     if learn == ASSISTANT and all(role != ASSISTANT for role, _ in turns):
-        raise bad_chat(where, "has no assistant turn", "No token of it would be learned", "remove it, or --learn all")
+        raise without_answer(where)
     turns = [(role, content.strip()) if template.strips else (role, content) for role, content in turns]
     if SYSTEM not in template.turns:
         turns = without_system(turns, where, name)
@@ -109,6 +112,11 @@ def chat_text(row: Any, where: str, name: str, learn: str) -> tuple[str, Spans]:
 
 def turns_of(row: Any, where: str) -> list[tuple[str, str]]:
     """Role and content of each turn."""
+    return [checked_turn(message, where, number) for number, message in enumerate(messages_of(row, where), 1)]
+
+
+def messages_of(row: Any, where: str) -> list[Any]:
+    """The turns of a row, whatever is in them."""
     names = list(row) if isinstance(row, dict) else []
     form = form_of(names)
     if not form:
@@ -128,7 +136,7 @@ def turns_of(row: Any, where: str) -> list[tuple[str, str]]:
     if not isinstance(messages, list) or not messages:
         what = "is empty" if messages == [] else f"is {kind_of(messages)}, not a list of turns"
         raise bad_chat(where, f"the conversation {what}", 'A turn is {"role": "user", "content": "…"}')
-    return [checked_turn(message, where, number) for number, message in enumerate(messages, 1)]
+    return messages
 
 
 def as_messages(value: Any, role: str) -> list[Any]:
@@ -147,6 +155,7 @@ def checked_turn(message: Any, where: str, number: int) -> tuple[str, str]:
             where,
             f"the content of turn {number} is {kind_of(content)}, not text",
             "Tool calls and pictures are not read",
+            "--template tokenizer, if the tokenizer has a template for them",
         )
     return role, content
 
@@ -159,6 +168,10 @@ def without_system(turns: list[tuple[str, str]], where: str, name: str) -> list[
         why = f"The template {name} has no system turns: its text begins the first user's turn"
         raise bad_chat(where, "a system turn is not followed by a user's, or not the first", why, "--template plain")
     return turns
+
+
+def without_answer(where: str) -> MeshwrightError:
+    return bad_chat(where, "has no assistant turn", "No token of it would be learned", "remove it, or --learn all")
 
 
 def bad_chat(where: str, what: str, why: str, fix: str = "", valid: Sequence[str] = ()) -> MeshwrightError:

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,8 @@ import numpy as np
 from meshwright.errors import MeshwrightError, cannot_write, unknown
 from meshwright.host import replace_file
 from meshwright.training.data.prepare import texts
-from meshwright.training.data.prepare.chat import PARTS, Spans, check_template, learned_tokens
+from meshwright.training.data.prepare.chat import PARTS, Spans, check_learn, check_template, learned_tokens
+from meshwright.training.data.prepare.own_template import OwnTemplate, is_own
 from meshwright.training.data.prepare.texts import Reading, SourceFile, source_files, texts_of
 from meshwright.training.data.token_file import (
     DOCUMENTS,
@@ -70,28 +71,43 @@ def prepare(
     end_token: str = "",
     template: str = "",
     learn: str = "assistant",
+    date: str = "",
     workers: int = 0,
     batch: int = BATCH,
     listen: Listen | None = None,
 ) -> Header:
     """Tokenize sources into a token file and return its header. Raises before it writes anything if a source, the tokenizer or the
     output folder cannot be used. With a `template` the rows are conversations, which end as it ends them: an end token follows only if
-    `end_token` names one. `workers`: threads of the tokenizer; 0: as many as there are cores."""
+    `end_token` names one. `date`: of a tokenizer's template that asks for it; default: today. `workers`: threads of the tokenizer; 0: as
+    many as there are cores."""
     check_choices(document, format)
-    if learn != PARTS[0] and not template:
-        raise MeshwrightError(
-            "MW-DATA-018",
-            "--learn has no effect without --template",
-            why="All tokens of a text are learned",
-            fix="remove --learn",
-        )
+    check_needed(template, learn=learn != PARTS[0], date=bool(date))
     if workers:
         os.environ["RAYON_NUM_THREADS"] = str(workers)  # read when a tokenizer first encodes
     out, files = Path(out), source_files(sources, format, split)
     opened = open_tokenizer(tokenizer, end_token or ("none" if template else ""))
-    reading = Reading(field, document, template, learn)
-    if template:
-        check_template(template, learn, opened)
+    with ExitStack() as stack:
+        own = None
+        if template:
+            check_learn(learn)
+            if is_own(template):
+                own = stack.enter_context(OwnTemplate(template, tokenizer, opened, learn, date))
+            else:
+                check_template(template, opened)
+        reading = Reading(field, document, template, learn, own)
+        return write_tokens(out, files, reading, tokenizer, opened, batch, listen)
+
+
+def write_tokens(
+    out: Path,
+    files: list[SourceFile],
+    reading: Reading,
+    tokenizer: str,
+    opened: Tokenizer,
+    batch: int,
+    listen: Listen | None,
+) -> Header:
+    """Tokenize the files into the folder; a folder with the same tokens is left as it is."""
     header = {
         "vocabulary": opened.vocabulary,
         "end_token": opened.end,
@@ -113,6 +129,20 @@ def prepare(
             return folder.finish(tokenizer, header)
         except OSError as error:
             raise cannot_write(error.filename or out, error) from error
+
+
+def check_needed(template: str, **options: bool) -> None:
+    """Raise for options that have no effect without a template, or without that of the tokenizer."""
+    for name, is_set in options.items():
+        needed = "--template" if name == "learn" else "--template tokenizer"
+        if is_set and not (template if name == "learn" else is_own(template)):
+            why = (
+                "All tokens of a text are learned"
+                if name == "learn"
+                else "Only the template of a tokenizer can ask for it"
+            )
+            what = f"--{name} has no effect without {needed}"
+            raise MeshwrightError("MW-DATA-018", what, why=why, fix=f"remove --{name}")
 
 
 def check_choices(document: str, format: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from meshwright.errors import MeshwrightError, kind_of
 from meshwright.training.data.prepare.chat import FORMS, Spans, chat_text, form_of
+from meshwright.training.data.prepare.own_template import OwnTemplate
 from meshwright.training.data.tokenizer import package
 from meshwright.units import Json
 
@@ -113,15 +114,22 @@ DOCUMENTS = ("line", "blank-line", "file")  # what a document of a text file is
 @dataclass(frozen=True)
 class Reading:
     """Options of reading documents: the field of JSON lines and tables, and what a document of a text file is. With a template, the rows
-    are conversations."""
+    are conversations: one of ours, or that of the tokenizer, `own`."""
 
     field: str = "text"
     document: str = "file"
     template: str = ""
     learn: str = "assistant"
+    own: OwnTemplate | None = None
+
+    def conversation(self, row: Any, where: str) -> tuple[str, Spans]:
+        """The text of a row's conversation, and its learned parts."""
+        return self.own.text(row, where) if self.own else chat_text(row, where, self.template, self.learn)
 
     def options(self) -> Json:
         """What the header of a token file stores."""
+        if self.own:
+            return self.own.options
         names = ("template", "learn") if self.template else ("field", "document")
         return {name: getattr(self, name) for name in names}
 
@@ -167,7 +175,7 @@ def line_texts(stream: BinaryIO, file: SourceFile, reading: Reading, piece: int)
             text = text.strip("\r\n")
             where, learned = f"{file.path}:{line}", Spans()
             if reading.template:
-                text, learned = chat_text(json_row(text, where), where, reading.template, reading.learn)
+                text, learned = reading.conversation(json_row(text, where), where)
             elif file.format == JSONL:
                 text = json_text(text, where, reading.field)
             yield SourceText(encodable(text, where), True, read, learned)
@@ -260,7 +268,7 @@ def table_texts(file: SourceFile, reading: Reading) -> Iterator[SourceText]:
             for row in batch.to_pylist():
                 number += 1
                 if reading.template:
-                    text, learned = chat_text(row, f"{file.path}, row {number}", reading.template, reading.learn)
+                    text, learned = reading.conversation(without_nulls(row), f"{file.path}, row {number}")
                     yield SourceText(text, True, read, learned)
                 elif row[reading.field]:
                     yield SourceText(row[reading.field], True, read)
@@ -268,6 +276,13 @@ def table_texts(file: SourceFile, reading: Reading) -> Iterator[SourceText]:
         raise
     except Exception as error:  # pyarrow raises many kinds
         raise unreadable(file.path, error) from None
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the fields that are null: all rows of a table have the fields of every row. `content` may be null beside calls of tools."""
+    if isinstance(value, dict):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None or k == "content"}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def record_batches(file: SourceFile, reading: Reading) -> Iterator[Any]:
