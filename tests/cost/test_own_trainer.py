@@ -53,7 +53,7 @@ def test_the_commands_state_one_number_for_our_trainer(parts: dict, stack: str, 
 
 
 def test_a_run_with_graphs_is_predicted_without_launches() -> None:
-    """A small model with experts: its 94 eager launches a layer take the host as long as its kernels take the device."""
+    """A small model with experts: its launches take the host as long as its kernels take the device."""
     shape = {
         "layers": 12,
         "hidden": 1024,
@@ -73,7 +73,7 @@ def test_a_run_with_graphs_is_predicted_without_launches() -> None:
     )
     assert replayed.exposed_s["host"] < 0.01 * launched.exposed_s["host"]
     assert launched.step_time_s - replayed.step_time_s == pytest.approx(launched.exposed_s["host"], rel=0.01)
-    assert launched.exposed_s["host"] > 0.1 * launched.step_time_s
+    assert launched.exposed_s["host"] > 0.05 * launched.step_time_s
 
 
 def test_a_plan_states_the_number_of_its_estimate_and_of_train(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class Repeat:
     def ordinary(self, step):
         return step()
 
-    def capture(self, step):
+    def record(self, step):
         parallel, first = self.parallel, step()
         read = parallel.tokens, parallel.samples_B
         for tensor in self.tensors(first):

@@ -12,7 +12,7 @@ kernels are short and some are long, so each side waits part of the time if the 
     direction = (gpu³ + host³)^⅓        26% more than either if they are equal, 4% more than the larger if one is twice the other
 
 The time that the host adds is reported as `host`. An operator of a compiled graph costs it less than one that autograd calls by itself, as
-the router and the experts of a compiled layer are (`Stack.expert_launch`); replayed from a CUDA graph, neither costs it much (`Stack.graphs`).
+those of the experts of a compiled layer are (`Stack.expert_launch`); replayed from a CUDA graph, neither costs it much (`Stack.graphs`).
 
 And the end of a step, once per step: gradient reduction behind the last backward, clipping, the update, and the gather of sharded parameters.
 """
@@ -50,7 +50,7 @@ AXIS_OF = {  # group of an operation → axis under which its time is reported
 TIMED_AS = {"F": "F", "I": "I", "E": "I", "S": "I", "G": "I", "W": "W", "R": "R"}  # phases that are timed together
 SPLIT_ONLY = ("S", "G")  # phases of a split backward
 GRAPH_HOST = 0.05  # host time of launches replayed from a graph, as a share
-EAGER_PARTS = ("router", "experts")  # of a compiled layer: their sizes depend on the routing (`Stack.expert_launch`)
+EAGER_PARTS = ("experts",)  # of a compiled layer: their sizes depend on the routing (`Stack.expert_launch`)
 # Parts of a layer whose expert messages overlap (attention, router, dispatch, experts, combine), and launches of one.
 NODES, NODE_LAUNCHES = 5.0, 3.0
 REPLAY_LAUNCHES = (

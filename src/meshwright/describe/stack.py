@@ -83,7 +83,7 @@ class Stack(Described):
     elementwise_launch: dict[str, float] = Field(default_factory=dict)
     """host time of a norm, activation, residual, rotation or loss over that of its launches; default 1"""
     expert_launch: float = Field(default=1.0, ge=1, le=100)
-    """host time of one launch of the router and of routed experts over that of other launches: compiled layers leave them to eager operators"""
+    """host time of one launch of routed experts over that of other launches: compiled layers leave them to eager operators"""
     collective_launch: Seconds = 20e-6
     """host time to issue one collective"""
     collective_operators: float = Field(default=2.0, gt=0, le=1000)

@@ -76,14 +76,13 @@ class Router(nn.Module):
         self.load: Tensor | None = None  # [2, E], of this step so far: copies chosen, copies dropped
 
     def forward(self, x_TH: Tensor, tokens: Tokens) -> Routing:
-        logits_TE = self.logits(x_TH)
-        scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
-        route = self._route_all if self.dropless else self._route_some
-        return route(logits_TE, scores_TE, tokens, x_TH.dtype)
+        route = self.route_all if self.dropless else self.route_some
+        return Routing(*route(self.logits(x_TH), tokens, x_TH.dtype))
 
-    def _route_all(self, logits_TE: Tensor, scores_TE: Tensor, tokens: Tokens, dtype: torch.dtype) -> Routing:
-        """Every token visits k experts. The number of copies is known, so the host does not wait for it; they are sorted by expert as short
-        integers, of which a GPU sorts 8 bits in a pass."""
+    def route_all(self, logits_TE: Tensor, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The fields of a `Routing` in which every token visits k experts. The number of copies is known, so the host does not wait for it, and
+        this can be one compiled graph; they are sorted by expert as short integers, of which a GPU sorts 8 bits in a pass."""
+        scores_TE = self.scores(logits_TE)
         with torch.no_grad():
             expert_TK = self.best(scores_TE.detach()).sort(1).values
             expert_R, order_R = expert_TK.flatten().to(torch.int16).sort(stable=True)
@@ -97,10 +96,11 @@ class Router(nn.Module):
             weights_TK = add_loss(weights_TK, self.losses(logits_TE, scores_TE, chosen_TE, tokens), tokens.share)
         # `gather` and not an index: its backward need not sort the places.
         weight_R = weights_TK.flatten().gather(0, order_R).to(dtype)
-        return Routing(order_R // self.k, weight_R, counts_E, place_TK.view_as(expert_TK))
+        return order_R // self.k, weight_R, counts_E, place_TK.view_as(expert_TK)
 
-    def _route_some(self, logits_TE: Tensor, scores_TE: Tensor, tokens: Tokens, dtype: torch.dtype) -> Routing:
-        """Tokens differ in the number of experts they visit."""
+    def route_some(self, logits_TE: Tensor, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The fields of a `Routing` in which tokens differ in the number of experts they visit."""
+        scores_TE = self.scores(logits_TE)
         with torch.no_grad():
             chosen_TE, kept_TE = self.choose(scores_TE.detach(), tokens)
             self._count(chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum(0))
@@ -108,7 +108,10 @@ class Router(nn.Module):
         if self.options.aux or self.options.z:
             weights_TE = add_loss(weights_TE, self.losses(logits_TE, scores_TE, chosen_TE, tokens), tokens.share)
         expert_R, token_R = kept_TE.t().nonzero(as_tuple=True)
-        return Routing(token_R, weights_TE[token_R, expert_R].to(dtype), kept_TE.sum(0))
+        return token_R, weights_TE[token_R, expert_R].to(dtype), kept_TE.sum(0)
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        return logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
 
     def _weights(self, chosen_scores: Tensor) -> Tensor:
         """The weights of each token's experts, for the scores of those it chose."""

@@ -24,8 +24,8 @@ before compile, because torch's checkpoint is traced into the graph. Ours is not
 tensors that it reads there change from step to step without another graph, and each value of a flag has its own.
 
 **What is not compiled**, with the reason in `Compilation.notes`: stages of split-backward schedules (torch computes the gradients of inputs
-and weights separately there, and a compiled graph has one backward), the dispatch of experts (its sizes are known only when the tokens
-are routed; the layer around it is two graphs), embeddings (a lookup), and a head that computes the loss in chunks (products, and
+and weights separately there, and a compiled graph has one backward), the dispatch and the products of experts (their sizes are known only when the
+tokens are routed; the layer around them is two graphs), embeddings (a lookup), and a head that computes the loss in chunks (products, and
 one kernel: `models.loss`).
 
 Private names of torch: the options `torch._dynamo.config.recompile_limit` and `torch._inductor.config.compile_threads`, and
@@ -105,7 +105,7 @@ def plan_compilation(
         done.mode = "blocks"
     if model.experts:
         done.note(
-            "of the routed experts only the activation and the sums of copies are compiled: their sizes depend on the routing"
+            "of the routed experts only the routing, the activation and the sums of copies are compiled: their sizes depend on the routing"
         )
     return done
 
@@ -131,8 +131,8 @@ def compile_stage(module: Any, done: Compilation, tokens: Tokens) -> None:
 
 
 def compile_layer(layer: Any) -> None:
-    """One graph; with experts two, before and after them, one for the shared experts, one for the activation of routed ones, of any
-    number of rows, and three for the sums of their outputs and gradients."""
+    """One graph; with experts two, before and after them, one for the shared experts, one for the routing where the number of copies is known,
+    one for the activation of routed experts, of any number of rows, and three for the sums of their outputs and gradients."""
     expert = getattr(layer, "expert", False)
     if expert:
         compile_experts(layer.moe)
@@ -145,6 +145,8 @@ def compile_experts(moe: Any) -> None:
     name = "product" if experts.gated else "activation"
     # A constant number of rows, as on one rank, gives the faster kernel; where it changes, the next graph is for any number.
     setattr(experts, name, torch.compile(getattr(experts, name), fullgraph=True, backend=BACKEND))
+    if moe.router.dropless:
+        moe.router.route_all = compiled(moe.router.route_all, one_graph=False)
     moe.sums = Sums(*(torch.compile(f, fullgraph=True, backend=BACKEND) for f in Sums().functions))
     if moe.shared is not None:
         moe.shared.forward = compiled(moe.shared.forward)

@@ -39,7 +39,7 @@ ORDINARY_STEPS = 2
 
 
 @dataclass
-class Results:
+class StepResults:
     """What forward and backward leave behind."""
 
     loss: Tensor
@@ -47,7 +47,7 @@ class Results:
     loads: dict[Router, Tensor]
 
     @classmethod
-    def of(cls, parallel: Parallel, loss: Tensor) -> Results:
+    def of(cls, parallel: Parallel, loss: Tensor) -> StepResults:
         parts = [part for module in parallel.stages.values() for part in module.modules()]
         gradients = {p: p.grad for part in parts for p in part.parameters(recurse=False) if p.grad is not None}
         return cls(loss, gradients, {r: r.load for r in parts if isinstance(r, Router) and r.load is not None})
@@ -61,21 +61,21 @@ class Results:
         return self.loss
 
 
-Step = Callable[[], Results]
+Step = Callable[[], StepResults]
 
 
-class Recorder(Protocol):
-    """Runs a step as usual, or records it: `capture` returns the tensors that each call of its second result fills."""
+class Capture(Protocol):
+    """Runs a step as usual, or records it: `record` returns the tensors that each call of its second result fills."""
 
-    def ordinary(self, step: Step) -> Results: ...
-    def capture(self, step: Step) -> tuple[Results, Callable[[], Any]]: ...
+    def ordinary(self, step: Step) -> StepResults: ...
+    def record(self, step: Step) -> tuple[StepResults, Callable[[], Any]]: ...
 
 
-class CudaRecorder:
+class CudaCapture:
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
 
-    def ordinary(self, step: Step) -> Results:
+    def ordinary(self, step: Step) -> StepResults:
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
@@ -83,7 +83,7 @@ class CudaRecorder:
         here.wait_stream(self.stream)
         return results
 
-    def capture(self, step: Step) -> tuple[Results, Callable[[], Any]]:
+    def record(self, step: Step) -> tuple[StepResults, Callable[[], Any]]:
         graph = torch.cuda.CUDAGraph()
         try:  # the thread that prepares batches allocates pinned memory meanwhile, which only this mode allows
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
@@ -96,13 +96,13 @@ class CudaRecorder:
 class StepGraph:
     """Called instead of `Parallel.forward_backward`."""
 
-    def __init__(self, parallel: Parallel, recorder: Recorder | None = None) -> None:
-        if recorder is None and (reason := why_not(parallel)):
+    def __init__(self, parallel: Parallel, capture: Capture | None = None) -> None:
+        if capture is None and (reason := why_not(parallel)):
             raise refused(reason)
-        self.parallel, self.recorder = parallel, recorder or CudaRecorder()
+        self.parallel, self.capture = parallel, capture or CudaCapture()
         self.ordinary_steps = ORDINARY_STEPS
         self.fixed: dict[str, Tensor] = {}
-        self.captured: tuple[Results, Callable[[], Any]] | None = None
+        self.captured: tuple[StepResults, Callable[[], Any]] | None = None
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
         parallel = self.parallel
@@ -115,9 +115,9 @@ class StepGraph:
         step = partial(self.run, inputs, targets)
         if self.ordinary_steps:
             self.ordinary_steps -= 1
-            return self.recorder.ordinary(step).loss
+            return self.capture.ordinary(step).loss
         if self.captured is None:
-            self.captured = self.recorder.capture(step)
+            self.captured = self.capture.record(step)
         results, replay = self.captured
         replay()
         return results.attach()
@@ -128,8 +128,8 @@ class StepGraph:
             self.fixed[name] = value.clone()
         return self.fixed[name].copy_(value)
 
-    def run(self, inputs: Tensor, targets: Tensor) -> Results:
-        return Results.of(self.parallel, self.parallel.forward_backward(inputs, targets))
+    def run(self, inputs: Tensor, targets: Tensor) -> StepResults:
+        return StepResults.of(self.parallel, self.parallel.forward_backward(inputs, targets))
 
 
 def why_not(parallel: Parallel) -> str | None:
