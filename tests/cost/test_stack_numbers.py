@@ -148,9 +148,7 @@ def test_asynchronous_linear_layers_hide_a_collective_behind_one_product():
         exposed = [one(found[k].times["dense", phase].parts["tp"]) for k in ("none", kind)]
         assert exposed[0] - exposed[1] == pytest.approx(seconds, rel=1e-9, abs=1e-12), (kind, phase)
     everywhere = [one(cost(plan.but(overlap=("tp",)), async_linears=k).time) for k in ("none", "own-shard")]
-    assert everywhere[0] == pytest.approx(
-        everywhere[1], rel=1e-9
-    )  # where all compute hides the messages of tp, one product is no limit
+    assert everywhere[0] == pytest.approx(everywhere[1], rel=1e-9)  # where the messages of tp run piece by piece
 
 
 @pytest.mark.parametrize(("tp", "more"), [(2, 1), (8, 2)])
@@ -281,20 +279,69 @@ def test_a_band_is_wider_where_communication_or_the_host_dominate():
         assert wider[1] > of(compute)[1]
 
 
-def test_a_compiler_that_divides_single_products_exposes_the_sums_of_backward():
-    """Of the messages of a layer only the two reductions of input gradients wait: q, k and v are one sum, gate and up another."""
-    base, sums = (cost(Plan(tp=2, replicate=8, sp=True), overlap=("tp",), overlap_sums=on) for on in (True, False))
-    waits = {
-        key: one(sums.times[key].parts["tp"]) - one(base.times[key].parts["tp"])
-        for key in (("dense", "F"), ("dense", "I"))
+def test_messages_in_pieces_run_beside_the_product_of_their_layer():
+    """Of two pieces one runs beside the product, in the share of compute that hides. A compiler that divides single products leaves out the two
+    reductions of input gradients: q, k and v are one sum, gate and up another."""
+    plan, hides = Plan(tp=2, replicate=8, sp=True), 0.8
+    alone, pieces, sums = (
+        cost(plan, overlap=axes, overlap_sums=on, hides=hides)
+        for axes, on in (((), True), (("tp",), True), (("tp",), False))
+    )
+    network = CollectiveTimes(DGX, pieces.program.batch)
+    pairs = {
+        "F": {"attention-in": "qkv", "attention-out": "o", "ffn-in": "ffn-up", "ffn-out": "ffn-down"},
+        "I": {"attention-out-grad": "o-dgrad", "ffn-out-grad": "ffn-down-dgrad"},
     }
-    reductions = [
-        op for op in sums.program.blocks["dense", "I"] if op.collective == "reduce_scatter" and op.axis == "tp"
-    ]
-    network = CollectiveTimes(DGX, sums.program.batch)
-    assert len(reductions) == 2
-    assert waits["dense", "F"] == 0.0
-    assert waits["dense", "I"] == pytest.approx(sum(one(op.count * network.time(op)) for op in reductions))
+    summed = {"attention-in-grad": "qkv-dgrad", "ffn-in-grad": "ffn-up-dgrad"}
+
+    def hidden(phase, products):
+        ops = {op.name: op for op in pieces.program.blocks["dense", phase]}
+        return sum(
+            min(one(network.time(ops[m])), hides / 2 * one(device_time(DGX.accelerator, "bf16", "flash", ops[product])))
+            for m, product in products.items()
+        )
+
+    for phase in pairs:
+        exposed = [one(c.times["dense", phase].parts["tp"]) for c in (alone, pieces, sums)]
+        assert exposed[0] - exposed[2] == pytest.approx(hidden(phase, pairs[phase]))
+        assert exposed[2] - exposed[1] == pytest.approx(hidden(phase, summed if phase == "I" else {}), abs=1e-12)
+
+
+def test_messages_cut_along_the_sequence_are_copied_in_order():
+    """DTensor reads and writes the whole buffer around each message of several sequences; in pieces only the pieces of a sum, once."""
+    plan = Plan(tp=2, replicate=8, sp=True)
+
+    def copies(phase, overlap=(), **fields):
+        plain, ordered = (
+            cost(plan.but(**fields), overlap=overlap, overlap_sums=False, orders_messages=on) for on in (False, True)
+        )
+        sizes = {op.name: one(op.message_bytes) for op in ordered.program.blocks["dense", phase] if op.axis == "tp"}
+        moved = {op.name: one(op.bytes) for op in ordered.program.blocks["dense", phase] if op.axis == "tp"}
+        seconds = sum(size / DGX.accelerator.memory_bandwidth for size in moved.values())
+        assert one(ordered.times["dense", phase].busy) - one(plain.times["dense", phase].busy) >= 0.9 * seconds
+        return {name: moved[name] / size for name, size in sizes.items()}
+
+    assert copies("F", microbatch=2) == dict.fromkeys(("attention-in", "attention-out", "ffn-in", "ffn-out"), 2.0)
+    assert set(copies("F").values()) == {0.0}  # of one sequence, a view
+    in_pieces = copies("F", overlap=("tp",), microbatch=2)
+    assert in_pieces == {"attention-in": 0.0, "ffn-in": 0.0, "attention-out": 1.5, "ffn-out": 1.5}
+    assert copies("I", overlap=("tp",), microbatch=2)["ffn-in-grad"] == 2.0  # a sum of products is not divided
+
+
+def test_context_parallel_blocks_gather_repeated_heads_and_sum_gradients_in_fp32():
+    """Llama 3 8B has 32 heads and 8 KV heads. torch gathers K and V of all 32, and sends the gradients of each block on in fp32."""
+    plan = Plan(cp=4, replicate=4, cp_kind="all-gather")
+    plain, blocks = (cost(plan, overlap=("cp",), context_in_blocks=on).program.blocks for on in (False, True))
+    (whole,), (repeated,) = ([op for op in program["dense", "F"] if op.axis == "cp"] for program in (plain, blocks))
+    assert one(repeated.message_bytes) == 4 * one(whole.message_bytes)
+    (ring,) = [op for op in blocks["dense", "I"] if op.collective == "send"]
+    assert one(ring.count) == 3
+    assert one(ring.message_bytes) == 2 * one(repeated.message_bytes) / 4
+    merged = {
+        op.name: one(op.count * op.bytes) for phase in "FI" for op in blocks["dense", phase] if "blocks" in op.name
+    }
+    queries = WORK.seq / 4 * DENSE.hidden
+    assert merged == {"merge-blocks": 3 * 10 * queries, "sum-blocks": 3 * (10 + 2 * 18) * queries}
 
 
 def test_plans_of_one_kind_are_ranked_more_finely_than_plans_of_two():

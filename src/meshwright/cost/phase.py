@@ -4,8 +4,8 @@ For one micro-batch, one rank and one direction, the device is busy for
 
     gpu = compute + exposed communication + slowdown · hidden communication
 
-where only the axes that overlap hide communication behind compute. Where tensor parallelism does not, some stacks run a collective of a linear layer
-behind one product of the same layer (`behind_products`). Hidden communication slows compute, because it uses some of the device's units and memory
+where only the axes that overlap hide communication behind compute: tensor parallelism piece by piece beside the product of its layer, or behind one
+product where it does not overlap (`cost.pieces`). Hidden communication slows compute, because it uses some of the device's units and memory
 bandwidth. The host must issue every launch and collective. If only one side ever waited, a direction would take max(gpu, host). But some
 kernels are short and some are long, so each side waits part of the time if the two are close:
 
@@ -23,6 +23,14 @@ import numpy as np
 
 from meshwright.cost import compute
 from meshwright.cost.collective import CollectiveTimes
+from meshwright.cost.pieces import (
+    axis_overlap,
+    behind_products,
+    in_pieces,
+    reads_own_shard,
+    split_launches,
+    sums_products,
+)
 from meshwright.describe.cluster import Accelerator, Cluster
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.sharding.boxes import TENSOR_AXES, axes_of
@@ -140,15 +148,22 @@ def phase_time(
     t = PhaseTime()
     core: Array = 0.0
     work: Array = 0.0
-    summed: Array = 0.0  # seconds of reductions of input gradients, which are sums of several products
-    products: dict[str, Array] = {}  # seconds of those that may hide a collective of their layer
+    summed: Array = 0.0  # seconds of reductions of sums that do not overlap
+    gathered: Array = 0.0  # seconds of all-gathers of keys and values
+    products: dict[str, Array] = {}  # seconds of each, behind which a collective of its layer may run
     for op in ops:
         t.host = t.host + host_time(b, op)
         if op.axis:
             message = op.count * network.time(op)
             add(t.comm, AXIS_OF[op.axis], message)
-            if op.product and not op.own_shard and phase == "I":
+            if sums_products(op) and not stack.overlap_sums:
                 summed = summed + message
+            if op.axis == "cp" and op.collective == "all_gather":
+                gathered = gathered + message
+            if present(op.bytes):
+                copied = op.count * stack.elementwise * compute.memory_time(device, op)
+                add(t.parts, "copies", copied)
+                work = work + copied
             continue
         if op.kind == "host":
             add(t.comm, "host", op.count * compute.host_copy_time(device, op))
@@ -158,7 +173,7 @@ def phase_time(
         add(t.parts, op.part, seconds)
         t.flops = t.flops + op.count * op.flops
         work = work + seconds
-        if b.async_linears and op.kind == "gemm":
+        if op.kind == "gemm":
             products[op.name] = seconds
         if op.kind in ("attention", "tile"):
             core = core + seconds
@@ -168,12 +183,16 @@ def phase_time(
         if axis not in t.comm:
             continue
         seconds = t.comm[axis]
-        hidden = np.minimum(seconds if axis != "tp" or stack.overlap_sums else seconds - summed, left)
+        hidden = np.minimum(seconds if axis != "tp" else seconds - summed, left)
         if main is None and axis in ("tp", "cp"):  # attention hides the messages of cp, all other compute those of tp
             hidden = np.minimum(hidden, stack.hides * (core if axis == "cp" else work - core))
+        if axis == "cp" and main is None and stack.context_in_blocks:  # a gather runs beside the rank's own block only
+            hidden = np.minimum(hidden, seconds - gathered + np.minimum(gathered, stack.hides * core / b.cp))
+        if axis == "tp" and main is None and stack.overlap_in_pieces and present(b.overlap["tp"]):
+            hidden = np.minimum(hidden, in_pieces(b, network, ops, products))
         overlaps = axis_overlap(b, axis, cluster)
         hidden = hidden * overlaps
-        if axis == "tp" and products:
+        if axis == "tp" and b.async_linears:
             hidden = hidden + (1 - overlaps) * np.minimum(behind_products(b, network, ops, products), left)
         if axis == "dp":
             hidden = hidden * (b.prefetch if phase == "F" else b.prefetches_backward) * unit_overlap(stack)
@@ -197,7 +216,7 @@ def host_time(b: Batch, op: Op) -> Array:
         seconds = op.count * op.launches * (stack.launch if op.kind == "host" else launch_time(stack, op))
     else:
         seconds = op.count * collective_launch(stack, op)
-        if op.own_shard and stack.async_linears == "own-shard":
+        if reads_own_shard(stack, op):
             seconds = seconds + op.count * split_launches(b) * (stack.product_launch or stack.launch)
     graphed = any(scope == "step" or op.part in GRAPHED_PARTS[scope] for scope in stack.graphs)
     return seconds * GRAPH_HOST if graphed else seconds
@@ -212,31 +231,6 @@ def replays(b: Batch, ops: list[Op], phase: str) -> Array:
     graphs = sum(scope != "step" and not parts.isdisjoint(GRAPHED_PARTS[scope][:-1]) for scope in b.stack.graphs)
     repeated = (b.recompute == 2) * 1.0 if phase == "R" else 1.0
     return graphs * REPLAY_LAUNCHES * b.stack.launch * repeated
-
-
-def axis_overlap(b: Batch, axis: str, cluster: Cluster) -> Array:
-    """1 where the communication of an axis overlaps with compute (`PlanFields.overlapped`)."""
-    if axis != "tp" or not b.stack.overlap_in_pieces:
-        return b.overlap[axis]
-    return np.where(b.stack_overlap & (b.tp > cluster.node_size), 0.0, b.overlap[axis])
-
-
-def behind_products(b: Batch, network: CollectiveTimes, ops: list[Op], products: dict[str, Array]) -> Array:
-    """Seconds of the collectives of linear layers that run behind one product of their layer (`Stack.async_linears`), each at most as long as
-    it. Backward of a column layer has two products of equal size and up to two collectives, the gather of the input and the reduction of its
-    gradient: each runs behind the other one's product, and counts here with the product of its phase."""
-    hidden: Array = 0.0
-    for op in ops:
-        if op.product not in products or (op.own_shard and b.stack.async_linears != "own-shard"):
-            continue
-        longest = products[op.product] / (b.tp if op.own_shard else 1.0)
-        hidden = hidden + np.minimum(op.count * network.time(op), longest)
-    return hidden
-
-
-def split_launches(b: Batch) -> Array:
-    """Launches that a product takes more where the rank's own shard is multiplied first: the shards before it, and those after it."""
-    return np.minimum(b.tp, 3.0) - 1.0
 
 
 def add(table: dict[str, Array], key: str, value: Array) -> None:

@@ -116,6 +116,9 @@ class Stack(Described):
     """deduplicated: a token is sent to another node once, for all its experts there (DeepEP), not once for each expert"""
     tiled_context: bool = False
     """ring and all-gather attention run in tiles of torch operators: no fused kernel returns the log-sum-exp"""
+    context_in_blocks: bool = False
+    """all-gather attention computes and merges a block for each rank, with keys and values repeated to the heads
+    of queries (torch's context_parallel)"""
     overlap: tuple[Axis, ...] = ("dp",)
     """axes whose communication overlaps with compute"""
     overlap_zero: tuple[int, ...] = (0, 1, 2, 3)
@@ -125,6 +128,9 @@ class Stack(Described):
     node; false: a compiler schedules them behind other products (XLA)"""
     overlap_sums: bool = True
     """messages that overlap in pieces: also the reduce-scatter of an input gradient that is the sum of several products (q, k, v; gate, up)"""
+    orders_messages: bool = False
+    """sequence parallelism cuts the second dimension of its tensors: where a micro-batch has several sequences, the buffer that a collective gathered
+    or reduces is copied to bring them in order. Messages that overlap in pieces need only the sum of the pieces (DTensor)"""
     async_linears: Literal["none", "backward", "own-shard"] = "none"
     """collectives of tensor parallelism that run behind one product of their linear layer where tp is not in `overlap`. backward: in column layers,
     the gather of the input behind the gradient of the input, whose reduction runs behind the gradient of the weight (Megatron). own-shard: also
@@ -139,6 +145,8 @@ class Stack(Described):
     """fp8: can all-gather activations and ZeRO-3 weights in fp8 (plan.gather_dtype)"""
     fp8_activation_gathers: bool = True
     """fp8: plan.gather_dtype also narrows the all-gathers of sequence parallelism, not only those of ZeRO-3 weights"""
+    gathers_narrow: tuple[Literal["fp8", "mxfp8"], ...] = ()
+    """precisions in which the framework itself quantises what sequence parallelism gathers: runs of it have plan.gather_dtype = fp8"""
     keeps_quantised: bool = False
     """linear layers keep their input for backward as they quantised it to fp8, mxfp8 or fp4"""
     fp8_passes: float = Field(default=0.0, ge=0, le=20)

@@ -96,6 +96,7 @@ class BlockBuilder:
         copies: float = 1.0,
         product: str = "",
         own_shard: bool = False,
+        copied: Array = 0.0,
     ) -> None:
         op = Op(
             name,
@@ -109,6 +110,7 @@ class BlockBuilder:
             copies=copies,
             product=product,
             own_shard=own_shard,
+            bytes=copied,
         )
         self.phases.setdefault(phase, []).append(op)
 
@@ -225,8 +227,18 @@ class BlockBuilder:
             for phase, size in (("F", inputs + weights), ("I", outputs + weights), ("W", (inputs + outputs) * trained)):
                 self.memory(phase, f"{name}-quantise", part, size, self.b.stack.fp8_passes, 4)
             return
-        self.memory("F", f"{name}-quantise", part, inputs, self.b.stack.fp8_passes, 2)
-        self.memory("I", f"{name}-quantise-grad", part, outputs, self.b.stack.fp8_passes, 2)
+        cast_in, cast_out = inputs, outputs
+        if (
+            self.b.gathers_fp8 and self.b.stack.fp8_activation_gathers
+        ):  # sequence parallelism gathers what is cast already
+            styles = {linear.style for linear in self.matrices(name)}
+            shard = np.where(self.b.gather_fp8 & self.b.sp, 1 / self.b.tp, 1.0)
+            cast_in, cast_out = (
+                (inputs * shard if "column" in styles else inputs),
+                (outputs * shard if "row" in styles else outputs),
+            )
+        self.memory("F", f"{name}-quantise", part, cast_in, self.b.stack.fp8_passes, 2)
+        self.memory("I", f"{name}-quantise-grad", part, cast_out, self.b.stack.fp8_passes, 2)
         if trained:
             self.memory("W", f"{name}-transpose", part, inputs + outputs, 2, 2)
 
@@ -250,16 +262,38 @@ class BlockBuilder:
             self.messages[width, wide] = np.where(self.b.gather_fp8, narrow + self.b.tokens * wide * self.element, n)
         return self.messages[width, wide]
 
+    @property
+    def summed(self) -> Array:
+        """Passes over the parts of a sum that arrive in pieces: each is read, their sum is written."""
+        return 1.0 + 1.0 / self.b.tp
+
+    def ordered(self, n: Array, in_pieces: Array = 0.0) -> Array:
+        """Bytes that copies of a message of sequence parallelism move (`Stack.orders_messages`); `in_pieces`: passes where it overlaps."""
+        if not self.b.stack.orders_messages:
+            return 0.0
+        pieces = self.b.overlap["tp"] > 0
+        return n * np.where(pieces, in_pieces, 2.0 * (self.b.microbatch > 1))
+
     def enter_columns(self, part: str, width: int, product: str, wide: int = 0) -> None:
         """Add the communication before a column-split `product` with an input of `width`, of which `wide` is read in 16 bits."""
         n, gathered = self.message(width), self.gathered(width, wide)
         dgrad, wgrad = f"{product}-dgrad", f"{product}-wgrad"
         readers = self.matrices("q-latents" if product == "kv_b" else product)
         again = self.with_sp * any(linear.learns or linear.rank for linear in readers)
-        self.collective("F", f"{part}-in", part, "all_gather", "tp", gathered, self.with_sp, 1.0, product, True)
-        self.collective("I", f"{part}-in-grad", part, "reduce_scatter", "tp", n, self.with_sp, product=dgrad)
+        ordered, order_sum = (
+            self.ordered(gathered),
+            self.ordered(n, 2.0 if not self.b.stack.overlap_sums else self.summed),
+        )
+        self.collective(
+            "F", f"{part}-in", part, "all_gather", "tp", gathered, self.with_sp, 1.0, product, True, ordered
+        )
+        self.collective(
+            "I", f"{part}-in-grad", part, "reduce_scatter", "tp", n, self.with_sp, product=dgrad, copied=order_sum
+        )
         if present(again):
-            self.collective("W", f"{part}-in-again", part, "all_gather", "tp", gathered, again, product=wgrad)
+            self.collective(
+                "W", f"{part}-in-again", part, "all_gather", "tp", gathered, again, product=wgrad, copied=ordered
+            )
         if self.b.splits_twice:
             self.collective("G", f"{part}-in-again", part, "all_gather", "tp", gathered, again * self.b.splits)
         reduced = self.reduce_form + self.gather_form
@@ -270,11 +304,12 @@ class BlockBuilder:
         both."""
         n, n_inner = self.message(width), self.message(inner)
         self.collective("F", f"{part}-out", part, "all_reduce", "tp", n, self.reduce_form)
-        self.collective("F", f"{part}-out", part, "reduce_scatter", "tp", n, self.with_sp)
-        gathered = self.gathered(width)
-        self.collective(
-            "I", f"{part}-out-grad", part, "all_gather", "tp", gathered, self.with_sp, 1.0, f"{product}-dgrad", True
-        )
+        gathered, summed = self.gathered(width), self.ordered(n, self.summed)
+        for phase, name, kind, size, behind, copied in (
+            ("F", "out", "reduce_scatter", n, product, summed),
+            ("I", "out-grad", "all_gather", gathered, f"{product}-dgrad", self.ordered(gathered)),
+        ):
+            self.collective(phase, f"{part}-{name}", part, kind, "tp", size, self.with_sp, 1.0, behind, True, copied)
         self.collective("F", f"{part}-inner", part, "all_gather", "tp", n_inner, self.gather_form)
         self.collective("F", f"{part}-out", part, "all_gather", "tp", n, self.gather_form)
         self.collective("I", f"{part}-inner-grad", part, "reduce_scatter", "tp", n_inner, self.gather_form)

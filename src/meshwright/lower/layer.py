@@ -198,9 +198,12 @@ class LayerLowering(BlockBuilder):
         ring, ulysses, gather = (on & (b.cp_kind == i) for i in range(3))
         for phase, name in (("F", "ring-kv"), ("I", "ring-kv-again"), ("I", "ring-kv-grad")):
             self.collective(phase, name, "attention", "send", "cp", kv, ring * (b.cp - 1))
-        self.collective("F", "gather-kv", "attention", "all_gather", "cp", kv * b.cp, gather * 1.0)
-        self.collective("I", "gather-kv-again", "attention", "all_gather", "cp", kv * b.cp, gather * 1.0)
-        self.collective("I", "scatter-kv-grad", "attention", "reduce_scatter", "cp", kv * b.cp, gather * 1.0)
+        if b.stack.context_in_blocks:
+            self._context_blocks(heads, gather * 1.0)
+        else:
+            self.collective("F", "gather-kv", "attention", "all_gather", "cp", kv * b.cp, gather * 1.0)
+            self.collective("I", "gather-kv-again", "attention", "all_gather", "cp", kv * b.cp, gather * 1.0)
+            self.collective("I", "scatter-kv-grad", "attention", "reduce_scatter", "cp", kv * b.cp, gather * 1.0)
         # Ulysses needs at least one KV head a rank: fewer are repeated.
         kv_u = np.maximum(kv_heads, b.cp) * (core.qk + core.v)
         q_in, out = heads * core.qk, heads * core.v
@@ -211,6 +214,23 @@ class LayerLowering(BlockBuilder):
             for name, width in (("ulysses-qkv", q_in + kv_u), ("ulysses-out", out)):
                 n = b.tokens * width * self.element
                 self.collective(phase, name, "attention", "all_to_all", "cp", n, ulysses * 1.0)
+
+    def _context_blocks(self, heads: Array, gather: Array) -> None:
+        """torch's `context_parallel`: K and V, repeated to the heads of Q, are gathered behind the rank's own block; the gradients of each block go
+        round the ranks in fp32. The outputs of blocks are merged, and their gradients summed, in fp32: in bytes of an element of Q,
+
+            merge     read the sum (4) and a block (2), write the sum (4)
+            backward  the same for the gradients of Q, K and V; those of K and V are also copied to a message (4 + 4 each)
+        """
+        core, b = self.block.attention, self.b
+        assert core is not None
+        kv, q = b.tokens * heads * (core.qk + core.v), b.tokens * heads * core.qk
+        blocks = gather * (b.cp - 1)
+        for phase, name in (("F", "gather-kv"), ("I", "gather-kv-again")):
+            self.collective(phase, name, "attention", "all_gather", "cp", kv * self.element * b.cp, gather)
+        self.collective("I", "ring-kv-grad", "attention", "send", "cp", kv * 4.0, blocks)
+        self.memory("F", "merge-blocks", "attention", q * core.v / core.qk, 10, 1, blocks)
+        self.memory("I", "sum-blocks", "attention", 10 * q + 18 * kv, 1, 3, blocks)
 
     def feed_forward(self, part: str, width: int, edges: bool = True) -> None:
         """Add the products and the activation of an FFN split over tp; `edges` adds its tensor-parallel communication."""

@@ -50,7 +50,7 @@ class Op:
     kind: str  # gemm | attention | scan | tile | memory | collective | p2p | host
     count: Array = 1.0
     flops: Array = 0.0
-    bytes: Array = 0.0  # moved through device memory
+    bytes: Array = 0.0  # moved through device memory; of a collective: by copies before and after it
     shape: tuple[Array, ...] = ()  # gemm: (products, m, n, k); attention: (batch·heads, s_q, s_kv, d)
     dtype: str = ""  # of the arithmetic; "" = the workload's
     collective: str = ""  # all_reduce | all_gather | reduce_scatter | all_to_all | send
@@ -63,9 +63,7 @@ class Op:
     exponentials: Array = 0.0  # elements through exp, erf or tanh; those of attention follow from its shape
     elementwise: str = ""  # norm | activation | residual | rotation | loss: what a calibration measures separately
     product: str = ""  # the product of the same phase in a linear layer, behind which its collective may run (`Stack.async_linears`)
-    own_shard: bool = (
-        False  # the product reads what the collective gathers: only that of the rank's own shard can run meanwhile
-    )
+    own_shard: bool = False  # the product reads what the collective gathers, of which only the rank's own shard is there, or writes what it reduces
 
 
 def collective_op(

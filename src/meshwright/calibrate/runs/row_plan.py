@@ -113,6 +113,10 @@ def read_plan(c: PublishedRun) -> None:
     fields |= _stages(c, d.pp, c.model.layers) | _sequence_parallel(c, d.tp) | _sharding(c, d)
     if c.model.experts:
         fields |= _experts(c, d)
+    if d.cp > 1 and c.stack.can.cp_kinds:
+        fields["cp_kind"] = c.stack.can.cp_kinds[0]
+    if workload.precision in c.stack.gathers_narrow and fields["sp"]:
+        fields["gather_dtype"] = "fp8"
     mode = c.row["recompute_mode"]
     plan = in_framework(Plan(**fields, recompute=mode or "none"), c.model, c.stack)
     if "ep" in c.row["overlap"]:
