@@ -23,7 +23,7 @@ def test_tokens_and_logits(case, tmp_path):
         expected = network(whole)[:, IDS.shape[1] - 1 : -1]
     with decoding(network, whole.shape[1]) as decoder:
         steps = [decoder.prompt(IDS), *(decoder.token(tokens[:, i]) for i in range(TOKENS - 1))]
-        kept = decoder.geometry.bytes
+        kept = decoder.bytes
     difference = (torch.stack(steps, dim=1) - expected).abs().max() / expected.abs().max()
     assert difference < 64 * 2**-53
     assert torch.equal(expected.argmax(-1), tokens)
@@ -37,8 +37,7 @@ def test_tokens_and_logits(case, tmp_path):
             pad_token_id=0,
         )
     assert torch.equal(generate(our_network(weights), IDS, TOKENS), theirs[:, IDS.shape[1] :])
-    if weights.model.attention == "gqa":
-        assert kept == model_cache(weights.model, whole.shape[1], len(IDS), 8)
+    assert kept == model_cache(weights.model, whole.shape[1], len(IDS), 8)
 
 
 def test_the_network_is_as_before(tmp_path):

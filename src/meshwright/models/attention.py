@@ -187,6 +187,15 @@ class Geometry:
         attend = F.scaled_dot_product_attention
         return attend(q_BNSD, k_BKSD, v_BKSD, mask, is_causal=causal, scale=rule.scale, enable_gqa=gqa)
 
+    def keep_latents(self, latent_BSR: Tensor, key_B1SD: Tensor | None) -> bool:
+        """Keep the latents and rotated keys of these tokens where something keeps them (`models.decode`). Returns whether their queries attend to what
+        is kept (`attend_latents`), so that keys and values of heads are not needed."""
+        return False
+
+    def attend_latents(self, q_BNSL: Tensor, values: int, rule: AttentionRule) -> Tensor:
+        """Attention of queries to the kept latents with their rotated keys; the first `values` columns of these are the values."""
+        raise NotImplementedError
+
     def _attend_step_by_step(
         self, q: Tensor, k: Tensor, v: Tensor, sinks_BNS: Tensor | None, mask: Tensor | None, rule: AttentionRule
     ) -> Tensor:

@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are computed from one small vector per token.
 
-    c = norm(x W_kv_a)[:kv_rank]                  the latent: inference caches only it and the rotated key below
+    c = norm(x W_kv_a)[:kv_rank]                  the latent: decoding keeps only it and the rotated key below
     r = rotate(x W_kv_a)[kv_rank:]                one rotated key of rope_dim, the same for every head
     k_n = [c W_k,n ; r],   v_n = c W_v,n          nope_dim + rope_dim, and value_dim
     q_n = norm(x W_q_a) W_q_b,n                   its last rope_dim rotated; x W_q without a query rank
@@ -15,6 +15,7 @@ Legend: B batch, S sequence, H hidden, N heads, L latent widths together.
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from meshwright.describe.model import Model
 from meshwright.models.attention import Geometry, positions_of, rule_of
@@ -44,17 +45,39 @@ class Heads(nn.Module):
         query, latent, key = latents_BSL.split(self.widths, dim=-1)
         q = self.q_b(query) if self.has_rank else self.q(query)
         q_BNSD = q.unflatten(-1, (-1, self.nope + self.rope)).transpose(1, 2)
-        kv_BNSD = self.kv_b(latent).unflatten(-1, (-1, self.nope + self.value)).transpose(1, 2)
-        k_BNSD, v_BNSD = kv_BNSD.split((self.nope, self.value), dim=-1)
+        rotated_key = None
         if self.rope:
             q_plain, q_rotated = q_BNSD.split((self.nope, self.rope), dim=-1)
             q_BNSD = torch.cat((q_plain, self.geometry.rotated(q_rotated, self.positions)), dim=-1)
             rotated_key = self.geometry.rotated(key.unsqueeze(1), self.positions)
-            k_BNSD = torch.cat((k_BNSD, rotated_key.expand(-1, q_BNSD.shape[1], -1, -1)), dim=-1)
         q_BNSD = self.geometry.tempered(q_BNSD, self.positions)
-        rule = self.rule._replace(dropped=self.probabilities(q_BNSD))
-        mixed_BNSD = self.geometry.attend(q_BNSD, k_BNSD, v_BNSD, None, rule)
+        if self.geometry.keep_latents(latent, rotated_key):
+            mixed_BNSD = self.attend_latents(q_BNSD)
+        else:
+            kv_BNSD = self.kv_b(latent).unflatten(-1, (-1, self.nope + self.value)).transpose(1, 2)
+            k_BNSD, v_BNSD = kv_BNSD.split((self.nope, self.value), dim=-1)
+            if rotated_key is not None:
+                k_BNSD = torch.cat((k_BNSD, rotated_key.expand(-1, q_BNSD.shape[1], -1, -1)), dim=-1)
+            rule = self.rule._replace(dropped=self.probabilities(q_BNSD))
+            mixed_BNSD = self.geometry.attend(q_BNSD, k_BNSD, v_BNSD, None, rule)
         return self.o(mixed_BNSD.transpose(1, 2).flatten(2))
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether queries can attend to latents: the up-projection is its matrix, without an adapter and not quantised."""
+        return self.kv_b.product is F.linear
+
+    def attend_latents(self, q_BNSD: Tensor) -> Tensor:
+        """Attention to latents that are kept: W_k is multiplied with the queries, and W_v with the mixed latents, of which each head has one.
+
+        q · (W_k c) = (W_kᵀ q) · c              Σ p W_v c = W_v (Σ p c)"""
+        weight_NXR = self.kv_b.weight.unflatten(0, (-1, self.nope + self.value))
+        key_NDR, value_NVR = weight_NXR.split((self.nope, self.value), dim=1)
+        plain, rotated = q_BNSD.split((self.nope, self.rope), dim=-1)
+        wide_BNSL = torch.cat((torch.einsum("bnsd,ndr->bnsr", plain, key_NDR), rotated), dim=-1)
+        rule = self.rule._replace(scale=self.rule.scale or (self.nope + self.rope) ** -0.5)
+        mixed_BNSR = self.geometry.attend_latents(wide_BNSL, key_NDR.shape[-1], rule)
+        return torch.einsum("bnsr,nvr->bnsv", mixed_BNSR, value_NVR)
 
 
 class LatentAttention(nn.Module):

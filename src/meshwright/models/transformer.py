@@ -88,7 +88,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, length: int) -> Tensor:
         position_ids = self.geometry.position_ids
-        length = length if position_ids is None else int(position_ids.max()) + 1
+        length = length if position_ids is None else self.geometry.length
         if length > self.weight.shape[0]:
             raise MeshwrightError(
                 "MW-BUILD-003",
