@@ -3,7 +3,9 @@
     python benchmarks/gpu/adapters.py predict                       before anything is measured; CLUSTER: the file of a calibration
     python benchmarks/gpu/adapters.py ours lora-8b                  LoRA beside a base in bf16
     python benchmarks/gpu/adapters.py peft lora-8b [--compile]      the same with PEFT
+    python benchmarks/gpu/adapters.py ours lora-8b-fp8              the base in fp8, which its products take as it is; PEFT has nothing like it
     python benchmarks/gpu/adapters.py ours qlora-70b                QLoRA: the base in nf4 with double quantisation
+    python benchmarks/gpu/adapters.py ours qlora-70b-part           the same; 20 of 80 layers are recomputed. PEFT recomputes all or none
     python benchmarks/gpu/adapters.py peft qlora-70b [--compile]
 
 Weights are drawn on the card, those of a quantised base one matrix after the other. Each call prints one JSON line; `--profile` also the kernels of
@@ -39,13 +41,16 @@ class Case:
     targets: tuple[str, ...] = ()  # empty: q and v, PEFT's default for Llama
     base: str = "plain"
     recompute: str = "none"
+    layers: int = 0  # that are recomputed; 0: all
     rank: int = 16
 
 
 CASES = {
     "lora-8b": Case("llama3-8b", 2, 4096),
+    "lora-8b-fp8": Case("llama3-8b", 2, 4096, base="fp8"),
     "lora-8b-all": Case("llama3-8b", 2, 4096, ("all-linear",)),
     "qlora-70b": Case("llama3-70b", 1, 4096, ("all-linear",), "nf4", "full"),
+    "qlora-70b-part": Case("llama3-70b", 1, 4096, ("all-linear",), "nf4", "full", layers=20),
     "qlora-70b-kept": Case("llama3-70b", 1, 4096, ("all-linear",), "nf4"),
 }
 
@@ -118,7 +123,11 @@ def configuration(case: Case, overrides: list[str]) -> Any:
     words = [f"adapter.rank={case.rank}", f"plan.microbatch={case.batch}", f"plan.recompute={case.recompute}"]
     words += [f"workload.batch={case.batch}", f"workload.seq={case.seq}", f"model.max_positions={case.seq}"]
     words += [f"adapter.targets={','.join(case.targets)}"] if case.targets else []
-    words += ["adapter.base=nf4", "adapter.double_quantised=true"] if case.base == "nf4" else []
+    words += {
+        "nf4": ["adapter.base=nf4", "adapter.double_quantised=true"],
+        "fp8": ["adapter.base=fp8", "workload.precision=fp8", "workload.scaling=row"],
+    }.get(case.base, [])
+    words += [f"plan.recompute_layers={case.layers}"] if case.layers else []
     words += ["plan.grad_dtype=bf16", "checkpoint.keep=0", *overrides]
     return completed(Config.from_parts(model=case.model, cluster=CLUSTER, overrides=words), WARMUP + 8)
 

@@ -4,8 +4,8 @@
     python benchmarks/gpu/decode.py measure llama3-8b
 
 prefill   one sequence: seconds until the logits of its last token, with compiled layers and eager
-token     one more token of each sequence behind the context: the forward with compiled layers as a CUDA graph that is replayed at this
-          position, which is what the prediction assumes, and the eager forward, which waits for the host
+token     one more token of each sequence behind the context, as a CUDA graph that is replayed at each position, which is what the prediction
+          assumes, and as the host issues it. Layers are compiled as one graph each, experts included, unless --eager
 """
 
 import argparse
@@ -75,22 +75,6 @@ def median_s(work: Callable[[], Any], repeats: int) -> float:
     return statistics.median(seconds[2:])
 
 
-def captured(work: Callable[[], Any]) -> Callable[[], Any]:
-    """The call as a CUDA graph; the call itself on a CPU."""
-    if DEVICE != "cuda":
-        return work
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
-
-
 def print_kernels(replay: Callable[[], Any]) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         replay()
@@ -100,50 +84,54 @@ def print_kernels(replay: Callable[[], Any]) -> None:
         print(f"    {row.device_time_total / 1e3:8.3f} ms {row.count:5d} × {row.key[:110]}")
 
 
-def measure(name: str, context: int, batches: tuple[int, ...], overrides: list[str], profile: bool) -> None:
+def measure(name: str, given: argparse.Namespace) -> None:
+    """Times of a prompt and of a token of each batch. The first tokens, captured and not, give the same logits."""
     from meshwright.models.decode import decoding
-    from meshwright.parallel.compile import compile_experts, compiled, prepare_compiler
+    from meshwright.parallel.compile import compiled, prepare_compiler
 
-    model = configuration(name, context, overrides).model
+    model, context = configuration(name, given.context, given.set).model, given.context
     network = drawn(model)
     ids = torch.randint(0, model.vocab, (1, context), device=DEVICE)
+    found: dict[str, Any] = {"model": name, "compiled": not given.eager}
     with decoding(network, context + ROOM) as decoder:
-        for compiles in (False, True):
-            if compiles:
-                prepare_compiler(torch.device(DEVICE))
-                for layer in network.layers.values():
-                    if layer.expert:
-                        compile_experts(layer.moe)
-                    layer.forward = compiled(layer.forward, one_graph=False)  # attention is called between two graphs
-            found: dict[str, Any] = {"model": name, "compiled": compiles}
-            prefill = median_s(lambda: decoder.prompt(ids), 5)
-            size = decoder.geometry.bytes / 2**30 * context / (context + ROOM)
-            print(json.dumps(found | {"prefill_s": prefill, "cache_gib_of_a_sequence": size}), flush=True)
-            first = decoder.geometry.caches
-            for batch in batches:
-                last = ids[0, -1:].expand(batch)
-                decoder.geometry.caches = [tuple(x.repeat(batch, 1, 1, 1) for x in layer) for layer in first]  # type: ignore[misc]
+        expected = decoder.prompt(ids).clone(), decoder.token(ids[:, -1]).clone()
+        if not given.eager:
+            prepare_compiler(torch.device(DEVICE))
+            for layer in network.layers.values():
+                layer.forward = compiled(layer.forward, one_graph=DEVICE == "cuda")
+        prefill = median_s(lambda: decoder.prompt(ids), 5)
+        size = decoder.bytes / 2**30 * context / (context + ROOM)
+        print(json.dumps(found | {"prefill_s": prefill, "cache_gib_of_a_sequence": size}), flush=True)
+        errors = [relative(decoder.prompt(ids), expected[0]), relative(decoder.token(ids[:, -1]), expected[1])]
+        first = [tuple(x.clone() for x in g.kept) for g in decoder.geometries]
+        for batch in given.batches:
+            decoder.allocate(batch)
+            for geometry, kept in zip(decoder.geometries, first, strict=True):
+                for buffer, x in zip(geometry.kept, kept, strict=True):
+                    buffer.copy_(x.expand_as(buffer))
+            decoder.at = context
+            last = ids[0, -1:].expand(batch)
+            row = found | {"batch": batch, "first_logits": errors, "issued_s": tokens_s(decoder, last, context, 10)}
+            if DEVICE == "cuda":
+                decoder.at = context
+                decoder.capture()
+                again = relative(decoder.token(last)[:1], expected[1])
+                row |= {"token_s": tokens_s(decoder, last, context, 20), "captured_logits": again}
+            print(json.dumps(row), flush=True)
+            if given.profile and DEVICE == "cuda":
+                decoder.at = context
+                print_kernels(lambda last=last: decoder.token(last))
 
-                def token(last: torch.Tensor = last) -> None:
-                    decoder.at = context
-                    decoder.token(last)
 
-                print(json.dumps(found | {"batch": batch} | token_times(token, compiles, profile)), flush=True)
-            decoder.geometry.caches = first
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference of logits over the largest logit."""
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
-def token_times(token: Callable[[], Any], compiles: bool, profile: bool) -> dict[str, Any]:
-    """Seconds of one more token: as the host issues it, and with compiled layers as a CUDA graph."""
-    found: dict[str, Any] = {"issued_s": median_s(token, 10)}
-    if compiles:
-        try:
-            replay = captured(token)
-            found["token_s"] = median_s(replay, 20)
-            if profile:
-                print_kernels(replay)
-        except RuntimeError as error:
-            found["not_captured"] = str(error)[:300]
-    return found
+def tokens_s(decoder: Any, last: torch.Tensor, context: int, repeats: int) -> float:
+    """Seconds of one more token."""
+    decoder.at = context
+    return median_s(lambda: decoder.token(last), repeats)
 
 
 def main() -> None:
@@ -153,13 +141,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--batches", nargs="*", type=int, default=BATCHES)
     parser.add_argument("--set", nargs="*", default=[], help="fields of the run, such as model.layers=1")
+    parser.add_argument("--eager", action="store_true", help="layers are not compiled")
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     for name in given.models or MODELS:
         if given.part == "predict":
             print(json.dumps(predicted(name, given.context, tuple(given.batches), given.set)), flush=True)
         else:
-            measure(name, given.context, tuple(given.batches), given.set, given.profile)
+            measure(name, given)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 import ranks
+from meshwright.describe.adapter import Adapter
 from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
+from meshwright.models.quantised import RowPacking
 from meshwright.parallel.numerics import fp8, fp8_rows
 from meshwright.proof.prove import prove
 
@@ -116,3 +118,50 @@ def test_inputs_are_kept_in_16_bits_and_both_operands_are_quantised():
         for p in (by_tensor, by_row)
     ]
     assert moved[1] > moved[0]
+
+
+def test_a_packed_fp8_base_is_multiplied_as_it_is():
+    """Against products with the dequantised matrix: only the input and the gradient are rounded, and the base a single time."""
+    x, w, b = random(3, 5, 32).requires_grad_(), random(24, 32, seed=1), random(24, seed=2)
+    w[:, 3] *= 1e-4
+    w[7] *= 10  # each row has its scale, which backward must not round with the others
+    packing = RowPacking("fp8", 32)
+    packed = packing.pack(w)
+    gradient = random(3, 5, 24, seed=3, scale=1e-6)
+    y = fp8_rows.FrozenRowProduct(packing)(x, packed, b)
+    y.backward(gradient)
+    base, scales = packing.unpack(packed, torch.float64), packing.scales(packed[:, packing.code_bytes :]).double()
+    flat_x, g = x.detach().flatten(0, 1), gradient.flatten(0, 1)
+    units, scaled = base / scales, g * scales.T
+    exact = (2.0**-4, 2.0**-11)  # rounding of a code, and of the smallest codes, whose step is 2⁻⁹ of 448
+    for got, rows, matrix in (
+        ((y - b).detach().flatten(0, 1), flat_x, base.T),
+        (x.grad.flatten(0, 1), scaled, units),
+    ):
+        error = (got - rows @ matrix).abs()
+        one_rounding = exact[0] * (rows.abs() @ matrix.abs())
+        below = exact[1] / 448 * rows.abs().amax(1, keepdim=True) * matrix.abs().sum(0)
+        assert (error <= (one_rounding + 1.1 * below) * (1 + 1e-5)).all()
+        assert error.norm() > 1e-3 * (rows @ matrix).norm()  # and it was fp8
+
+
+@pytest.mark.parametrize("plan", [{"shard": 2, "zero": 3}, *ranks.soak([{"replicate": 2, "recompute": "full"}])], ids=str)
+def test_adapters_train_beside_a_base_in_fp8(plan):
+    adapter = Adapter(rank=4, base="fp8", targets=("all-linear",))
+    work = {"batch": 4, "seq": 8, "precision": "fp8", "scaling": "row"}
+    config = Config.from_parts(MODEL.but(adapter=adapter), "laptop", plan={"param_dtype": "fp32", **plan}, workload=work)
+    proof = prove(config, ranks=2, steps=2)
+    assert proof.small.model.adapter.base == "fp8"
+    assert proof.passed, proof.agreements[0].breaks[:2]
+
+
+def test_a_packed_base_is_copied_and_not_quantised():
+    def moved(adapter, name):
+        work = Workload(batch=4, seq=64, precision="fp8", scaling="row")
+        program = step_program(MODEL.but(adapter=adapter), [Plan()], work, Stack(fp8_passes=5.0))
+        return sum(float((op.bytes * op.count).sum()) for _, op in program.ops("dense") if name in op.name)
+
+    plain, packed = Adapter(rank=4), Adapter(rank=4, base="fp8")
+    weights = 4 * 16 * 16 + 2 * 16 * 24  # of a layer
+    assert moved(plain, "-quantise") - moved(packed, "-quantise") == 2 * 5 * weights
+    assert moved(packed, "-dequantise") == 2 * 2 * weights

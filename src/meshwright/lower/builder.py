@@ -135,11 +135,17 @@ class BlockBuilder:
             share = sum(linear.d_out for linear in packed) / sum(linear.d_out for linear in linears)
             size = products * n * k * share
             for phase, suffix in (("F", ""), ("I", "-grad")):
-                moved = self.m.adapter.row_bytes(k) / k + self.element
+                # Rows of codes in fp8 end with a scale: the product takes a copy without it.
+                moved = 2.0 if self.fp8_base else self.m.adapter.row_bytes(k) / k + self.element
                 self.memory(phase, f"{name}-dequantise{suffix}", part, size, moved, len(packed))
         for linear in linears:
             if linear.rank:
                 self.adapter(linear, m, products)
+
+    @property
+    def fp8_base(self) -> bool:
+        """Whether products in fp8 take the codes of a frozen base as they are."""
+        return self.m.adapter.base == "fp8" and self.b.workload.precision == "fp8"
 
     def matrices(self, product: str) -> list[Linear]:
         """The matrices of a product, which the stack may have joined."""
@@ -209,7 +215,8 @@ class BlockBuilder:
         if precision in BLOCK_BYTES and not dtype:
             self.quantise_blocks(name, part, BLOCK_BYTES[precision], products * m * k, products * m * n)
         elif precision == "fp8" and self.b.stack.fp8_passes and not dtype:
-            self.quantise(name, part, products * m * k, products * m * n, products * k * n, trained > 0)
+            weights = weights if self.fp8_base else products * k * n
+            self.quantise(name, part, products * m * k, products * m * n, weights, trained > 0)
 
     def quantise_blocks(self, name: str, part: str, size: float, inputs: Array, outputs: Array) -> None:
         """Add the passes that bring the input and the gradient of the output of a product to a format with a scale per block. The blocks of a

@@ -188,8 +188,8 @@ class Geometry:
         return attend(q_BNSD, k_BKSD, v_BKSD, mask, is_causal=causal, scale=rule.scale, enable_gqa=gqa)
 
     def keep_latents(self, latent_BSR: Tensor, key_B1SD: Tensor | None) -> bool:
-        """Keep the latents and rotated keys of these tokens where something keeps them (`models.decode`). Returns whether their queries attend to what
-        is kept (`attend_latents`), so that keys and values of heads are not needed."""
+        """Keep the latents and rotated keys of these tokens if this is a decoder's geometry (`models.decode`). Returns whether their queries attend
+        to what is kept (`attend_latents`), so that keys and values of heads are not needed."""
         return False
 
     def attend_latents(self, q_BNSL: Tensor, values: int, rule: AttentionRule) -> Tensor:

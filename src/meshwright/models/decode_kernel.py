@@ -1,7 +1,7 @@
 """Attention of one query per head to a KV cache, on a GPU: each program reads a run of positions for up to 16 heads that share it.
 
-One query has too little work for one program per head: the positions are cut into `splits` runs, so that all multiprocessors read, and the results of the
-runs are added up afterwards (flash decoding, Dao et al. 2023):
+One query has too little work for one program per head: the positions are cut into `splits` runs, so that all multiprocessors read, and the
+results of the runs are added up afterwards (flash decoding, Dao et al. 2023):
 
     m_j, l_j, o_j    largest score, Σ exp(s − m_j), Σ exp(s − m_j) v of run j
     o = Σ_j exp(m_j − m) o_j / Σ_j exp(m_j − m) l_j,    m = max_j m_j

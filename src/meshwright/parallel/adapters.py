@@ -20,6 +20,7 @@ from meshwright.models.adapter import DROP, A, AdapterProduct, adapted
 from meshwright.models.moe import GroupedLinear
 from meshwright.models.quantised import QuantisedProduct, RowPacking
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.numerics import fp8_rows
 
 
 def place_adapters(module: nn.Module, table: Sequence[Box], mesh: Mesh, plan: Plan) -> None:
@@ -45,7 +46,10 @@ def quantise_base(module: nn.Module, table: Sequence[Box], model: Model) -> dict
         layer.weight = nn.Parameter(packed, requires_grad=False)
         holder = layer.product if isinstance(layer.product, AdapterProduct) else layer
         name = "base" if holder is layer.product else "product"
-        setattr(holder, name, QuantisedProduct(packing, getattr(holder, name), isinstance(layer, GroupedLinear)))
+        product = getattr(holder, name)
+        in_fp8 = product is fp8_rows.linear and adapter.base == "fp8"
+        experts = isinstance(layer, GroupedLinear)
+        setattr(holder, name, fp8_rows.FrozenRowProduct(packing) if in_fp8 else QuantisedProduct(packing, product, experts))
     return out
 
 

@@ -191,11 +191,17 @@ def adam_needs_range(p: Case) -> Reading:
 
 @rule("MW-ADPT-015", "model", "workload", "trainer")
 def adapters_in_fp8(p: Case) -> Reading:
-    yield p.model.adapter.on and p.workload.precision == "fp8"
+    """A base in fp8 has a scale for each row of a matrix."""
+    runs = p.model.adapter.base == "fp8" and p.workload.scaling == "row" and not p.model.experts
+    yield p.model.adapter.on and p.workload.precision == "fp8" and not runs
     yield Problem(
-        "workload.precision=fp8 with [adapter] is modelled only: `train` and `verify` do not run it",
-        why="Our fp8 products compute the gradient of their weight, which a frozen base does not have",
-        fixes=[{"workload.precision": "bf16"}, {"workload.precision": "fp32"}],
+        "workload.precision=fp8 with [adapter] is modelled only: `train` and `verify` run it with base=fp8 and scaling=row, without experts",
+        why="Other fp8 products compute the gradient of their weight, which a frozen base does not have",
+        fixes=[
+            {"adapter.base": "fp8", "workload.scaling": "row"},
+            {"workload.precision": "bf16"},
+            {"workload.precision": "fp32"},
+        ],
     )
 
 

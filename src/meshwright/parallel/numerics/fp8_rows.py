@@ -15,6 +15,11 @@ rows and columns: tensor and context parallelism would have to reduce a maximum 
 The error of a product is at most (2u + u²) Σ|a||b| with u = 2⁻⁴, plus underflow: half of E4M3's smallest step, 2⁻¹⁰ of 448, relative to the
 largest number of the row.
 
+A frozen base that is kept in fp8 (`adapter.base = "fp8"`) has a scale per row already, s_w of each output feature. Its bytes are the operand of
+forward. In backward these rows are summed over, so their scales multiply the gradient before it is quantised, and no weight is ever rounded twice:
+
+    dx = ((g s_w)^ s_g) ŵ
+
 On a GPU with fp8 units `scaled_product` takes the scales of rows, and returns bf16; elsewhere the product is emulated, as in `fp8`.
 """
 
@@ -23,9 +28,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from meshwright.models.adapter import AdapterProduct
 from meshwright.models.parts import ProductLinear, at_least_single
+from meshwright.models.quantised import LARGEST, RowPacking
 from meshwright.models.wide_products import scaled_product
 from meshwright.parallel.numerics.fp8 import E4M3, UNIT, Quantised, gpu_has_units, has_scaled_product, padded, quantise
 
@@ -37,7 +45,11 @@ def quantise_rows(x: Tensor) -> Quantised:
 
 def row_product(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
     """a [M, K] times b [N, K]ᵀ, each row of both rounded to E4M3 with its own scale."""
-    (units_a, scale_a), (units_b, scale_b) = quantise_rows(a), quantise_rows(b)
+    return product_of_units(quantise_rows(a), quantise_rows(b), out)
+
+
+def product_of_units(a: Quantised, b: Quantised, out: torch.dtype) -> Tensor:
+    (units_a, scale_a), (units_b, scale_b) = a, b
     if has_scaled_product(units_a, units_b, out):
         return device_row_product(units_a, units_b, scale_a, scale_b).to(out)
     wide = at_least_single(out)
@@ -71,9 +83,47 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias
 
 
+class _FrozenRowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, packing: RowPacking) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.packing = packing
+        weight = units_of_rows(packed, packing)
+        return product_of_units(quantise_rows(x.flatten(0, -2)), weight, x.dtype).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        units, scale = units_of_rows(ctx.saved_tensors[0], ctx.packing)
+        g = gradient.flatten(0, -2)
+        scaled = quantise_rows(g.to(at_least_single(g.dtype)) * scale.T)
+        dx = product_of_units(scaled, (units.T, torch.ones_like(scale[:1]).expand(units.shape[1], 1)), gradient.dtype)
+        return dx.unflatten(0, gradient.shape[:-1]), None, None
+
+
+def units_of_rows(packed: Tensor, packing: RowPacking) -> Quantised:
+    """The codes of a packed fp8 weight, and the scale of each row."""
+    scale = packing.scales(packed[:, packing.code_bytes :]) / LARGEST["fp8"]
+    return packed[:, : packing.columns].view(E4M3), scale
+
+
+class FrozenRowProduct:
+    """The product of a linear layer whose frozen weight is packed in fp8."""
+
+    def __init__(self, packing: RowPacking) -> None:
+        self.packing = packing
+
+    def __call__(self, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = _FrozenRowLinear.apply(x, packed, self.packing)
+        return y if bias is None else y + bias
+
+
 def enable_fp8(modules: Iterable[nn.Module]) -> None:
-    """Run the linear layers inside these modules in fp8 with a scale per row."""
+    """Run the linear layers inside these modules in fp8 with a scale per row; their adapters multiply in 16 bits."""
     if torch.cuda.is_available():
         gpu_has_units()
     for part in (part for module in modules for part in module.modules() if isinstance(part, ProductLinear)):
-        part.product = linear
+        if isinstance(part.product, AdapterProduct):
+            part.product.base = linear
+        else:
+            part.product = linear
