@@ -23,7 +23,7 @@ PROGRAMS = 528  # that fill the device: four for each multiprocessor of a Hopper
 def _runs(  # type: ignore[no-untyped-def]
     q, k, v, at, out, stats, scale, group, rows, kv_heads, splits, width, values,
     stride_kb, stride_kh, stride_kr, stride_vb, stride_vh, stride_vr,
-    heads: tl.constexpr, main: tl.constexpr, other: tl.constexpr, wide: tl.constexpr, block: tl.constexpr,
+    heads: tl.constexpr, main: tl.constexpr, other: tl.constexpr, wide: tl.constexpr, block: tl.constexpr, two: tl.constexpr,
 ):  # fmt: skip
     kv, run, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     batch, kv_head = kv // kv_heads, kv % kv_heads
@@ -51,7 +51,7 @@ def _runs(  # type: ignore[no-untyped-def]
         place = row.to(tl.int64)
         keys = tl.load(k + place[None, :] * stride_kr + column[:, None], mask=inside[None, :], other=0.0)
         scores = tl.dot(q_main, keys)
-        if main < width:
+        if two:
             shown = inside[None, :] & in_rest[:, None]
             scores += tl.dot(q_rest, tl.load(k + place[None, :] * stride_kr + beside[:, None], mask=shown, other=0.0))
         scores = tl.where(inside[None, :], scores * scale, -1e30)
@@ -100,7 +100,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, at: Tensor, scale: float) ->
     out = q.new_empty(batch, query_heads, 1, values_width)
     _runs[batch * kv_heads, splits, parts](
         q, keys, values, at, mixed, stats, scale, group, rows, kv_heads, splits, width, values_width,
-        *keys.stride()[:3], *values.stride()[:3], HEADS, main, other, wide, block,
+        *keys.stride()[:3], *values.stride()[:3], HEADS, main, other, wide, block, width > main,
+        num_stages=3 if width <= 256 else 2,
     )  # fmt: skip
     _sum[(batch * query_heads,)](mixed, stats, out, splits, values_width, triton.next_power_of_2(splits), wide)
     return out

@@ -49,7 +49,9 @@ def quantise_base(module: nn.Module, table: Sequence[Box], model: Model) -> dict
         product = getattr(holder, name)
         in_fp8 = product is fp8_rows.linear and adapter.base == "fp8"
         experts = isinstance(layer, GroupedLinear)
-        setattr(holder, name, fp8_rows.FrozenRowProduct(packing) if in_fp8 else QuantisedProduct(packing, product, experts))
+        setattr(
+            holder, name, fp8_rows.FrozenRowProduct(packing) if in_fp8 else QuantisedProduct(packing, product, experts)
+        )
     return out
 
 

@@ -21,8 +21,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from meshwright.models.adapter import AdapterProduct, adapted
 from meshwright.models.moe import GroupedLinear
 from meshwright.models.parts import at_least_single
+from meshwright.models.quantised import QuantisedProduct
 
 E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)  # bits of mantissa, smallest exponent, largest number
 Format = tuple[int, int, float]
@@ -92,6 +94,33 @@ class _RowLinear(torch.autograd.Function):
         return dx.to(gradient.dtype), dw.to(gradient.dtype)
 
 
+class _FrozenRows(torch.autograd.Function):
+    """A product with a frozen weight that is kept as codes in E4M3 and a scale per row: it is not rounded again. In backward the scales multiply
+    the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(codes, scale)
+        return (rows_rounded(x) @ (codes * scale).T).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        codes, scale = ctx.saved_tensors
+        return (rows_rounded(gradient.to(codes.dtype) * scale.flatten()) @ codes).to(gradient.dtype), None, None
+
+
+def frozen_product(base: QuantisedProduct) -> Callable[..., torch.Tensor]:
+    packing = base.packing
+
+    def run(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        wide = at_least_single(x.dtype)
+        scale = (packing.scales(packed[..., packing.code_bytes :]) / E4M3[2]).to(wide)
+        y: torch.Tensor = _FrozenRows.apply(x, packing.values(packed).to(wide), scale)
+        return y if bias is None else y + bias
+
+    return run
+
+
 class _Experts(torch.autograd.Function):
     """Rows sorted by expert, `counts` of them for each."""
 
@@ -127,10 +156,11 @@ class Fp8Linears(TorchFunctionMode):
 
     def __init__(self, scaling: str = "tensor") -> None:
         super().__init__()
+        self.on = True
         self.product: Any = _RowLinear if scaling == "row" else _Linear
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not F.linear:
+        if function is not F.linear or not self.on:
             return function(*args, **(kwargs or {}))
         x, weight, bias = (*args, None)[:3]
         y = self.product.apply(x, weight)
@@ -141,15 +171,36 @@ def emulate_fp8(module: nn.Module, scaling: str = "tensor") -> None:
     """Make the linear layers and routed experts inside the layers of a network multiply in fp8."""
     layers: Any = module.layers
     for layer in layers.values():
-        layer.forward = within_fp8(layer.forward, scaling)
+        mode = Fp8Linears(scaling)
+        layer.forward = within_fp8(layer.forward, mode)
+        for part in adapted(layer).values():
+            part.lora_drop.product = unrounded(part.lora_drop.product, mode)
+        for part in layer.modules():
+            holder = part.product if isinstance(getattr(part, "product", None), AdapterProduct) else part
+            name = "product" if holder is part else "base"
+            if isinstance(base := getattr(holder, name, None), QuantisedProduct):
+                setattr(holder, name, frozen_product(base))
     for part in module.modules():
         if isinstance(part, GroupedLinear):
             part.product = _Experts.apply
 
 
-def within_fp8(forward: Callable[..., Any], scaling: str = "tensor") -> Callable[..., Any]:
+def unrounded(product: Callable[..., Any], mode: Fp8Linears) -> Callable[..., Any]:
+    """The product with the inner matrix of an adapter, which is not computed in fp8."""
+
+    def run(*args: Any) -> Any:
+        mode.on = False
+        try:
+            return product(*args)
+        finally:
+            mode.on = True
+
+    return run
+
+
+def within_fp8(forward: Callable[..., Any], mode: Fp8Linears) -> Callable[..., Any]:
     def run(*args: Any, **named: Any) -> Any:
-        with Fp8Linears(scaling):
+        with mode:
             return forward(*args, **named)
 
     return run
