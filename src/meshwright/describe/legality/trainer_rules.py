@@ -197,11 +197,8 @@ def adapters_in_fp8(p: Case) -> Reading:
     yield Problem(
         "workload.precision=fp8 with [adapter] is modelled only: `train` and `verify` run it with base=fp8 and scaling=row, without experts",
         why="Other fp8 products compute the gradient of their weight, which a frozen base does not have",
-        fixes=[
-            {"adapter.base": "fp8", "workload.scaling": "row"},
-            {"workload.precision": "bf16"},
-            {"workload.precision": "fp32"},
-        ],
+        valid=["adapter.base=fp8 with workload.scaling=row"],
+        fixes=[{"workload.precision": "bf16"}, {"workload.precision": "fp32"}],
     )
 
 
