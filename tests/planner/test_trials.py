@@ -1,4 +1,5 @@
-"""Plans costed in one batch have the times and memory that each has alone, also with another batch, sequence, precision and number of GPUs."""
+"""Plans costed in one batch have the times and memory that each has alone, also with another batch, sequence, precision, number of GPUs, load of
+experts and adapter."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from meshwright.planner.advice.changes import candidates, within_memory
 from meshwright.predict.estimate import estimate
 from meshwright.view.page.choices import sizes
 
+ADAPTED = {"extends": "llama3-8b", "adapter": {"rank": 16, "base": "nf4"}}
 CASES = {
     "equal stages": config("llama3-8b", "dgx-h100", 64, 128, 8192, tp=8, sp=True, pp=2, shard=4, zero=1, recompute="full"),
     "uneven stages": config("llama3-8b", "dgx-h100", 48, 96, 4096, tp=8, sp=True, pp=6),
@@ -20,6 +22,7 @@ CASES = {
                           schedule="interleaved", recompute="full"),
     "kinds of layers": config("nemotron-h-8b", "dgx-h100", 64, 128, 8192, tp=8, sp=True, pp=2, shard=4, zero=1),
     "experts": config("deepseek-v3.2", "meta-h100", 2048, 4096, 8192, pp=16, shard=128, zero=1, ep=64, recompute="full"),
+    "adapters": config(ADAPTED, "dgx-h100", 16, 64, tp=4, pp=2, shard=2, zero=1),
     "windows, long": config("gemma3-27b", "gb200-nvl72", 144, 288, 16384, tp=4, sp=True, cp=2, shard=18, zero=3, recompute="full"),
     "part of a node": config("llama3-8b", "dgx-h100", 4, 16, shard=4, zero=3, recompute="auto"),
     "no sequence": config("resnet-50", "dgx-a100", 8, 256, 1, replicate=8),
@@ -41,6 +44,6 @@ def test_a_batch_of_trials_is_each_one_alone(c: Config) -> None:
     seconds, gib = costs(c, trials)
     for k in chosen:
         trial = trials[k]
-        size = trial if isinstance(trial, SizedPlan) else SizedPlan(trial, c.workload, c.cluster)
+        size = trial if isinstance(trial, SizedPlan) else SizedPlan(trial, c.workload, c.cluster, c.model)
         alone = estimate(c.but(**size._asdict())).prediction
         assert (seconds[k], gib[k]) == pytest.approx((alone.step_time_s, alone.memory_gib), rel=1e-9), size

@@ -54,20 +54,24 @@ def test_data_is_plain_json_of_the_shape_that_the_script_checks(subjects, plan, 
         jsonschema_rs.validate(schema_of(SHAPES[name], closed=True), found)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "auto"])
-def test_a_size_shows_what_estimate_says(recompute):
+@pytest.mark.parametrize(
+    ("model", "recompute", "more"),
+    [("llama3-8b", "selective", {}), ("llama3-8b", "auto", {}), ("mixtral-8x7b", "full", {"adapter": {"rank": 8}})],
+)
+def test_a_size_shows_what_estimate_says(model, recompute, more):
     plan = {"tp": 2, "sp": True, "shard": 4, "zero": 1, "pp": 2, "recompute": recompute}
-    sections = {"workload": {"batch": 64, "seq": 4096}, "cluster": {"extends": "dgx-h100", "gpus": 16}, "plan": plan}
+    cluster, workload = {"extends": "dgx-h100", "gpus": 16}, {"batch": 64, "seq": 4096}
+    sections = {"workload": workload, "cluster": cluster, "plan": plan, **more}
 
     def predicted(changes):
         parts = {name: dict(part) for name, part in sections.items()}
         for path, value in changes.items():
             section, _, field = path.partition(".")
             parts[section][field] = value
-        return estimate(Config.from_document({"model": "llama3-8b", **parts})).prediction
+        return estimate(Config.from_document({"model": model, **parts})).prediction
 
     now, priced = predicted({}), set()
-    for path, offered in choices({"model": "llama3-8b", **sections})["sizes"].items():
+    for path, offered in choices({"model": model, **sections})["sizes"].items():
         for choice in offered:
             if "saves_s" in choice:
                 other = predicted({path: choice["value"], **choice["changes"]})
@@ -75,7 +79,31 @@ def test_a_size_shows_what_estimate_says(recompute):
                 assert choice["more_gib"] == pytest.approx(other.memory_gib - now.memory_gib, rel=1e-6, abs=1e-9)
                 assert choice["fits"] == other.fits
                 priced.add(path)
-    assert priced == {"cluster.gpus", "workload.batch", "workload.seq", "workload.precision"}
+    special = {"workload.imbalance", "adapter.rank", "adapter.base"} if more else set()
+    assert priced == {"cluster.gpus", "workload.batch", "workload.seq", "workload.precision"} | special
+
+
+def test_the_load_of_experts_changes_what_estimate_says(subjects):
+    """With a capacity the busiest rank has no more than it, and copies are dropped; measured loads are drawn as they are."""
+    config = subjects["moe"].config
+    skewed = config.but(
+        workload=config.workload.but(imbalance=2.0),
+        model=config.model.but(router=config.model.router.but(capacity=1.25)),
+    )
+    found = VIEWS["experts"].data(Subject(skewed))
+    for row in found["rows"]:
+        alone = estimate(skewed.but(workload=skewed.workload.but(imbalance=row["imbalance"]))).prediction
+        assert row["step_time_s"] == pytest.approx(alone.step_time_s, rel=1e-9)
+        assert row["memory_gib"] == pytest.approx(alone.memory_gib, rel=1e-9)
+    (now,) = [row for row in found["rows"] if row["now"]]
+    assert now["imbalance"] == 2.0
+    assert 0 < now["dropped_share"] < 0.5
+    assert f"drops {now['dropped_share']:.1%} of the token copies" in " ".join(estimate(skewed).prediction.assumed)
+    experts, ranks = len(found["loads"]), config.plan.ep
+    assert skewed.model.router.but(capacity=0.0).busiest(1.0, found["loads"], ranks) == pytest.approx(2.0)
+    measured = [*range(1, experts + 1)]
+    loads = VIEWS["experts"].data(Subject(config.but(workload=config.workload.but(loads=tuple(measured)))))["loads"]
+    assert loads == pytest.approx([load / np.mean(measured) for load in reversed(measured)])
 
 
 def test_timeline_is_what_simulate_prints(subjects):

@@ -324,7 +324,7 @@ def test_adapters_are_a_knob_of_the_page(server: str, open_page: Open) -> None:
     page.get_by_text("adapters of rank 16").wait_for()
     page.get_by_label("Matrices with adapters").select_option("all-linear")
     page.wait_for_url(re.compile("all-linear"))
-    page.get_by_label("Frozen base").select_option("nf4")
+    pick(page, "Frozen base", "nf4")
     page.wait_for_url(re.compile(r"adapter\.rank=16.*adapter\.base=nf4|adapter\.base=nf4.*adapter\.rank=16"))
     pick(page, "Rank of adapters (LoRA)", "none")
     page.get_by_text("all parameters train").wait_for()

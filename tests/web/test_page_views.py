@@ -16,7 +16,7 @@ DRAWN = {
     "timeline": ("canvas", 1), "roofline": (".figure .point", 5), "ranks": (".figure rect", 16),
     "goodput": (".figure .point", 10), "heatmap": (".figure rect", 16), "pareto": (".figure .point", 3), "scaling": (".figure .point", 6),
     "batch": (".figure .point", 6), "sensitivity": (".figure rect", 8), "published": ("tbody tr", 10), "collectives": (".figure circle", 8),
-    "strategies": ("tbody tr", 20),
+    "strategies": ("tbody tr", 20), "experts": (".empty", 1),
 }  # fmt: skip
 SERIOUS = ("serious", "critical")
 

@@ -191,13 +191,13 @@ class RouterOptions(Described):
         """Whether the capacity can drop copies. An expert that all T tokens choose keeps c·T·k/E of them: all if c ≥ E/k."""
         return self.choice == "token" and 0 < self.capacity < experts / top_k
 
-    def busiest(self, imbalance: float, loads: Sequence[float] = (), ranks: Any = 1.0) -> Any:
-        """Load of the busiest rank over the mean: `imbalance`, or that of measured `loads` of the experts over these numbers of ranks (an array
-        over plans), each with as many experts in order. A capacity limits the load of every expert."""
+    def busiest(self, imbalance: Any, loads: Sequence[float] = (), ranks: Any = 1.0) -> Any:
+        """Load of the busiest rank over the mean: `imbalance`, or that of measured `loads` of the experts over these numbers of ranks, each with as
+        many experts in order (`imbalance` and `ranks` may be arrays over plans). A capacity limits the load of every expert."""
         if self.choice == "expert":
             return self.travelling
         if not sum(loads):
-            return min(imbalance, self.capacity) if self.capacity else imbalance
+            return np.minimum(imbalance, self.capacity) if self.capacity else imbalance
         shares = self._kept(loads)
         divided = {
             n: shares.reshape(n, -1).mean(1).max() for n in {int(n) for n in np.ravel(ranks)} if len(loads) % n == 0
@@ -212,6 +212,18 @@ class RouterOptions(Described):
         """Loads over their mean, as far as the capacity takes them."""
         shares = np.array(loads) / np.mean(loads)
         return np.minimum(shares, self.capacity) if self.capacity else shares
+
+
+def skewed_loads(experts: int, ranks: int, imbalance: float) -> tuple[float, ...]:
+    """Loads of experts over their mean, the largest first, of which nothing is known but those of the busiest of some ranks: the load falls as a
+    power of an expert's place, k⁻ˢ, as the frequency of words does (Zipf). One rank has all experts: then it is the busiest expert's."""
+    places, first = np.arange(1, experts + 1), max(1, experts // ranks) if ranks > 1 else 1
+    low, high = 0.0, 64.0  # at 64 the first expert has all tokens
+    for _ in range(50):
+        power = (low + high) / 2
+        loads = places**-power / np.mean(places**-power)
+        low, high = (power, high) if loads[:first].mean() < imbalance else (low, power)
+    return tuple(loads.tolist())
 
 
 # --- Residual networks with bottleneck blocks: `[model.resnet]` (He et al. 2016; ResNet-50 is stages 3, 4, 6, 3).

@@ -77,6 +77,12 @@ class PartlyRecomputed(NamedTuple):
     kept: dict[str, Column]
 
 
+def _column(workloads: Sequence[Workload], name: str) -> Any:
+    """A field of the workloads: a number, or a column if it differs."""
+    values = [float(getattr(workload, name)) for workload in workloads]
+    return np.array(values) if len(set(values)) > 1 else values[0]
+
+
 class Batch(PlanArrays):
     """Plans as arrays of numbers that multiply, and what follows from them for a model, a workload and a stack."""
 
@@ -100,17 +106,15 @@ class Batch(PlanArrays):
         self.n = len(self.tp)
         self.async_linears = stack.async_linears != "none"
         self.world = self.dp * self.tp * self.cp * self.pp
-        # Samples of a step, and tokens of one: columns where the workloads of the plans differ.
-        self.samples: Any = np.array([w.batch for w in workloads]) if workloads else workload.batch
-        lengths = {w.seq for w in workloads}
-        self.seq: Any = np.array([float(w.seq) for w in workloads]) if len(lengths) > 1 else float(workload.seq)
+        # Samples of a step, tokens of one, and the load of experts: columns where the workloads of the plans differ.
+        self.samples, self.seq, imbalance = (_column(workloads or [workload], x) for x in ("batch", "seq", "imbalance"))
         self.microbatches = self.samples / (self.microbatch * self.dp)
         # Tokens of one micro-batch on one rank; a model without a sequence has one "token" per sample.
         self.tokens = self.microbatch * (self.seq if model.kind == "transformer" else 1.0) / self.cp
         # Attention of the slowest data-parallel rank over the mean, where documents have different lengths.
         deviation = packed(workload.lengths, workload.seq).deviation
         self.slowest = slowest(deviation, self.dp, self.samples / self.dp) if deviation else np.ones(self.n)
-        self.busiest = model.router.busiest(workload.imbalance, workload.loads, self.ep)  # load of an expert rank
+        self.busiest = model.router.busiest(imbalance, workload.loads, self.ep)  # load of an expert rank
         self.seq_split = np.where(self.sp, self.tp, 1.0)  # what shards the regions between the products
         self.order = np.where(plans.order == STACK_ORDER, ORDERS.index(tuple(stack.order)), plans.order)
         self._set_dtypes(plans)
@@ -137,7 +141,7 @@ class Batch(PlanArrays):
         cls, plans: Sequence[Plan], model: Model, workload: Workload, stack: Stack, workloads: Sequence[Workload] = ()
     ) -> Batch:
         """The batch of some plans. A plan that is there several times (with other numbers of the stack) is read once. `workloads`: one of each
-        plan, where they differ in the samples of a step and the length of a sequence."""
+        plan, where they differ in the samples of a step, the length of a sequence and the imbalance of experts."""
         first = {id(plan): in_framework(plan, model, stack) for plan in plans}
         plans = [first[id(plan)] for plan in plans]
         partly = {i: p for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers}

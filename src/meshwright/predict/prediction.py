@@ -16,6 +16,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.packing import packed, slowest
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import COMMUNICATION, GIB, USABLE_MEMORY, Prediction
+from meshwright.describe.shape_parts import skewed_loads
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
@@ -151,8 +152,10 @@ def expert_load(config: Config) -> list[str]:
     if not model.experts or busiest == 1 or not (loads or config.workload.imbalance != 1):
         return []
     ranks = f"of {config.plan.ep} expert-parallel ranks the busiest" if config.plan.ep > 1 else "a rank"
-    dropped = model.router.dropped(loads)
+    dropped = model.router.dropped(loads or skewed_loads(model.experts, config.plan.ep, config.workload.imbalance))
     drops = f"; capacity {model.router.capacity:g} drops {dropped:.1%} of the token copies" if dropped else ""
+    if drops and not loads:
+        drops += ", if loads fall as a power of an expert's place"
     return [f"expert load: {ranks} has {busiest:.3g} times the mean, in each layer{drops}"]
 
 

@@ -94,34 +94,37 @@ class PlanTrials(Configured):
 
 
 class SizedPlan(NamedTuple):
-    """A plan, and the workload and the cluster that it runs with."""
+    """A plan, and the workload, the cluster and the model that it runs with."""
 
     plan: Plan
     workload: Workload
     cluster: Cluster
+    model: Model
 
     @property
     def shared(self) -> Any:
-        """What trials must have in common to be costed in one batch: batch, sequence and GPUs may differ where only the plan sees them."""
+        """What trials must have in common to be costed in one batch: batch, sequence, imbalance and GPUs may differ where only the plan sees them."""
         w, c = self.workload, self.cluster
-        return w.but(batch=1, seq=w.seq if w.lengths else 1), tuple(map(c.device_bandwidth, range(len(c.levels))))
+        bandwidths = tuple(map(c.device_bandwidth, range(len(c.levels))))
+        return id(self.model), w.but(batch=1, imbalance=1, seq=w.seq if w.lengths else 1), bandwidths
 
 
 def costs(config: Config, plans: Sequence[Plan | SizedPlan]) -> tuple[np.ndarray, np.ndarray]:
-    """Step time in seconds and memory of the fullest GPU in GiB of several plans, or trials of other workloads and sizes of the cluster.
+    """Step time in seconds and memory of the fullest GPU in GiB of several plans, or trials of other workloads, sizes of the cluster and
+    adapters of the model.
 
     Of equal layers that are divided evenly, the ranks that can be the slowest or the fullest are known; the others only count in the mean time."""
     c, out = config, np.zeros((2, len(plans)))
     batches: dict[Any, dict[int, SizedPlan]] = {}
-    here = SizedPlan(c.plan, c.workload, c.cluster)
+    here = SizedPlan(c.plan, c.workload, c.cluster, c.model)
     shared_here = here.shared
     for k, plan in enumerate(plans):
         trial = plan if isinstance(plan, SizedPlan) else here._replace(plan=plan)
         batches.setdefault(trial.shared if isinstance(plan, SizedPlan) else shared_here, {})[k] = trial
     for trials in batches.values():
-        plans_, workloads, clusters = zip(*trials.values(), strict=True)
-        every = len(c.model.kinds) > 1 or c.cluster.sharing > 1 or any(plan.layers_per_stage for plan in plans_)
-        program = step_program(c.model, plans_, workloads[0], c.stack, every_rank=every, workloads=workloads)
+        plans_, workloads, clusters, (model, *_) = zip(*trials.values(), strict=True)
+        every = len(model.kinds) > 1 or c.cluster.sharing > 1 or any(plan.layers_per_stage for plan in plans_)
+        program = step_program(model, plans_, workloads[0], c.stack, every_rank=every, workloads=workloads)
         program.averaged = [] if every else bounding_ranks(program.batch, every_rank=True)
         cost = step_cost(program, max(clusters, key=lambda cluster: cluster.world))
         out[:, list(trials)] = cost.time, cost.peak_memory / GIB

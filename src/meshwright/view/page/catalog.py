@@ -4,7 +4,6 @@ from collections.abc import Collection
 from functools import cache
 
 from meshwright.describe import catalog
-from meshwright.describe.adapter import PACKINGS
 from meshwright.describe.base import descriptions
 from meshwright.describe.config import CLASSES
 from meshwright.describe.plan_fields import PlanFields
@@ -16,7 +15,7 @@ from meshwright.view.launch_files import LAUNCHERS
 from meshwright.view.page.presets import presets
 from meshwright.view.page.registry import VIEWS
 
-REGISTERED = {"base": ["plain", *PACKINGS], "activation": list(ACTIVATIONS), "attention": list(ATTENTIONS)}
+REGISTERED = {"activation": list(ACTIVATIONS), "attention": list(ATTENTIONS)}
 # Fields of a model that decide its cost, in the order of the form.
 SHAPE = (
     "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "activation", "vocab", "tied", "attention", "q_rank", "kv_rank", "rope_dim",

@@ -1,13 +1,15 @@
-"""The values that the page's inputs offer, from the one predicate of legality: of each plan field, and of GPUs, batch, sequence and precision,
-each with the changes of the plan that keep it legal; for each legal value of the plan, how the step time and the memory change."""
+"""The values that the page's inputs offer, from the one predicate of legality: of each plan field, of GPUs, of fields of the workload, and of
+adapters, each with the changes of the plan that keep it legal; for each legal value of the plan, how the step time and the memory change."""
 
 from typing import Any, get_args
 
+from meshwright.describe.adapter import PACKINGS
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
 from meshwright.describe.legality import Case, lacking_precision, legal, problem
 from meshwright.describe.legality.case import mended
 from meshwright.describe.legality.choices import Choice
+from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.result import GIB
@@ -20,12 +22,13 @@ from meshwright.planner.sizing import MOST_GPUS
 from meshwright.units import Json
 
 NEAR = 2  # sizes on each side of the present one
+IMBALANCES, RANKS = (1.0, 1.25, 1.5, 2.0, 3.0), (8, 16, 64)
 Effect = tuple[Json, Plan | SizedPlan]  # a choice, and the plan that it leads to
 
 
 def choices(document: dict[str, Any]) -> Json:
     """For a plan file as JSON: {"fields": {field: [{"value", "legal", "reason", "changes", and "saves_s", "more_gib", "fits" of
-    `planner.advice.changes` where the plan is legal}]}, "sizes": the same for GPUs and the fields of the workload, "model": the fields of
+    `planner.advice.changes` where the plan is legal}]}, "sizes": the same for GPUs, the workload and adapters, "model": the fields of
     the model, and what `mend` says}.
 
     The plan itself may be illegal: the page then shows which choices mend it. A cluster without `gpus` takes the size of every plan.
@@ -89,28 +92,34 @@ def plain(value: Any) -> Any:
 
 
 def sizes(config: Config, plan: PlanFields, legal_plan: Plan | None) -> tuple[dict[str, list[Json]], list[Effect]]:
-    """For the number of GPUs and the fields of the workload: values near the present one, each with the changes of plan fields that keep the
-    plan legal; and what they lead to, where there is a legal plan to compare with."""
+    """For the number of GPUs and fields of the workload and of adapters: values near the present one, each with the changes that keep the plan
+    legal; and what they lead to, where there is a legal plan to compare with."""
     w, cluster, fixed = config.workload, config.cluster, config.cluster if config.cluster.gpus else None
+    model, adapter = config.model, config.adapter
     effects: list[Effect] = []
 
-    def choice(value: Any, workload: Workload, sized: Cluster | None, is_knob: bool = True) -> Json:
-        case = Case(plan, config.model, workload, sized, config.stack)
+    def choice(
+        value: Any, workload: Workload = w, sized: Cluster | None = fixed, is_knob: bool = True, model: Model = model
+    ) -> Json:
+        case = Case(plan, model, workload, sized, config.stack)
         error = lacking_precision(workload, sized) if sized else None  # which no change of the plan mends
         changes = None if error else mended(case, legal)
         if changes is None:
             error = error or problem(case)
             return {"value": value, "legal": False, "reason": error.what if error else "", "changes": {}}
         out = {"value": value, "legal": True, "reason": "", "changes": changes}
-        if legal_plan and sized and is_knob and (workload, sized) != (w, cluster):
+        if legal_plan and sized and is_knob and (workload, sized, model.adapter) != (w, cluster, adapter):
             parts: dict[str, Json] = {"plan": {}, "workload": {}}
             for path, x in changes.items():
                 parts[path.partition(".")[0]][path.partition(".")[2]] = x
             trial = config.but(
-                plan=legal_plan.but(**parts["plan"]), workload=workload.but(**parts["workload"]), cluster=sized
+                plan=legal_plan.but(**parts["plan"]),
+                workload=workload.but(**parts["workload"]),
+                cluster=sized,
+                model=model,
             )
             if resolved := within_memory(trial, trial.plan):
-                effects.append((out, SizedPlan(resolved, trial.workload, sized)))
+                effects.append((out, SizedPlan(resolved, trial.workload, sized, model)))
         return out
 
     def doubled(value: int) -> list[int]:
@@ -123,12 +132,18 @@ def sizes(config: Config, plan: PlanFields, legal_plan: Plan | None) -> tuple[di
         "optimizer": list(OPTIMIZERS),
         "scaling": list(get_args(Scaling)),
     }
-    if config.model.unit != "tokens":  # the page shows no field for a sequence
+    if model.unit != "tokens":  # the page shows no field for a sequence
         offered.pop("seq")
+    if model.experts and model.router.choice == "token" and not w.loads:
+        offered["imbalance"] = sorted({*IMBALANCES, w.imbalance})
     out = {"cluster.gpus": [choice(gpus, w, sized) for gpus, sized in near_clusters(cluster)]}
     for field, values in offered.items():
         is_knob = field not in ("optimizer", "scaling")
-        out[f"workload.{field}"] = [choice(v, w.but(**{field: v}), fixed, is_knob) for v in values]
+        out[f"workload.{field}"] = [choice(v, w.but(**{field: v}), is_knob=is_knob) for v in values]
+    if adapter.rank:
+        fields: dict[str, list[Any]] = {"rank": sorted({*RANKS, adapter.rank}), "base": ["plain", *PACKINGS]}
+        for field, values in fields.items():
+            out[f"adapter.{field}"] = [choice(v, model=model.but(adapter=adapter.but(**{field: v}))) for v in values]
     return out, effects
 
 

@@ -37,11 +37,11 @@ TITLES = {
     "overlap": "The step with other overlap",
     "roofline": "Communication roofline", "ranks": "Grid of ranks", "goodput": "Goodput", "heatmap": "tp × pp heat map",
     "pareto": "Time against memory", "scaling": "Scaling", "batch": "Efficiency against batch", "sensitivity": "Sensitivity",
-    "published": "Published runs", "collectives": "Collectives", "strategies": "Strategies",
+    "experts": "Load of experts", "published": "Published runs", "collectives": "Collectives", "strategies": "Strategies",
     "learn": "Course", "modeler": "Bandwidth and efficiency modeler",
 }  # fmt: skip
 FOLLOW_FROM_THE_ESTIMATE = (
-    "verdict", "memory", "waterfall", "overlap", "roofline", "ranks", "goodput", "strategies", "modeler",
+    "verdict", "memory", "waterfall", "overlap", "roofline", "ranks", "goodput", "experts", "strategies", "modeler",
 )  # fmt: skip
 WITHOUT_A_SEARCH = ("advice", "published", "learn")
 KINDS = dict.fromkeys(FOLLOW_FROM_THE_ESTIMATE, CHEAP) | dict.fromkeys(WITHOUT_A_SEARCH, SLOW)

@@ -102,6 +102,7 @@ const sized = (path, label, read, text) => follow(chips(label, about(...path.spl
 const gpus = () => state.at("cluster.gpus") ?? choices?.world ?? 0;
 const hasSequence = () => !choices || "workload.seq" in choices.sizes;
 const ofWorkload = (field, label, widget = words) => follow(widget(label, about("workload", field), choose(`workload.${field}`), {}), () => sizeOf(`workload.${field}`, () => workload(field)));
+const ofAdapter = (field, label) => when(() => adapter("rank"), follow(chips(label, about("adapter", field), choose(`adapter.${field}`)), () => sizeOf(`adapter.${field}`, () => adapter(field))));
 /** A node that is shown only where a condition holds. */
 function when(condition, node) {
   widgets.push(() => { node.hidden = !condition(); });
@@ -119,7 +120,9 @@ function knobs() {
     when(hasSequence, sized("workload.seq", "Sequence, tokens", () => workload("seq"), format.whole)), degree("zero", "ZeRO stage"), degree("recompute", "Recompute"),
     degree("tp", "Tensor parallel, tp"), degree("pp", "Pipeline stages, pp"), degree("cp", "Context parallel, cp"),
     when(() => (choices?.fields.ep?.length ?? 1) > 1, degree("ep", "Expert parallel, ep")),
-    degree("microbatch", "Micro-batch, samples"));
+    degree("microbatch", "Micro-batch, samples"),
+    when(() => choices?.sizes["workload.imbalance"], ofWorkload("imbalance", "Expert imbalance: busiest rank over the mean", chips)),
+    ofAdapter("rank", "Adapters (LoRA), rank"), ofAdapter("base", "Frozen base"));
 }
 
 function workloadSection() {
@@ -135,11 +138,10 @@ function workloadSection() {
 function adapterSection() {
   const kind = (make, field, label, values, set, text) => follow(make(label, about("adapter", field), (c, fail) => mendAfter(set(c.value), fail), { text }), () => [ANY(values()), adapter(field)]);
   const ranks = () => [...new Set([0, 8, 16, 64, adapter("rank")])].sort((a, b) => a - b);
-  const lists = () => [[], ["all-linear"], ...(adapter("targets").length && adapter("targets")[0] !== "all-linear" ? [adapter("targets")] : [])];
+  const targets = () => [[], ["all-linear"], ...(adapter("targets").length && adapter("targets")[0] !== "all-linear" ? [adapter("targets")] : [])];
   return section("Fine-tuning", () => (adapter("rank") ? `adapters of rank ${adapter("rank")}` : "all parameters train"),
     kind(chips, "rank", "Rank of adapters (LoRA)", ranks, (value) => (value ? { "adapter.rank": value } : { adapter: {} }), (v) => (v ? String(v) : "none")),
-    when(() => adapter("rank"), kind(words, "targets", "Matrices with adapters", lists, (value) => ({ "adapter.targets": value }), (v) => v.join(", ") || "PEFT’s default")),
-    when(() => adapter("rank"), kind(words, "base", "Frozen base", () => catalog.fields.adapter.base.values, (value) => ({ "adapter.base": value }), String)));
+    when(() => adapter("rank"), kind(words, "targets", "Matrices with adapters", targets, (value) => ({ "adapter.targets": value }), (v) => v.join(", ") || "PEFT’s default")));
 }
 
 function planSection() {

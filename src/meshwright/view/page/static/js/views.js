@@ -3,7 +3,7 @@
 import * as source from "meshwright/source.js";
 
 const NAMES = [
-  "overview", "memory", "waterfall", "timeline", "roofline", "ranks", "goodput", "leaders", "heatmap", "pareto", "scaling", "batch", "sensitivity", "published",
+  "overview", "memory", "waterfall", "timeline", "roofline", "ranks", "goodput", "leaders", "heatmap", "pareto", "scaling", "batch", "sensitivity", "experts", "published",
   "learn", "modeler", "collectives", "strategies", "runs", "traced", "checked", ...(source.live ? [] : ["sheet"]), // only in written files
 ];
 

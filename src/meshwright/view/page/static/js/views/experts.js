@@ -1,0 +1,32 @@
+// The load of experts: how many tokens each gets, and what a more or less even load changes.
+
+import { area, axis, figure, format, h, linear, panel, table, threshold } from "meshwright/draw.js";
+
+export const view = {
+  name: "experts",
+  title: "Load of experts",
+  tab: "Experts",
+  workspace: "plan",
+  sentence: "All ranks wait for the one whose experts get most tokens. A capacity limits its load and drops what is above.",
+  draw(element, data, context) {
+    if (!data.loads.length) return element.append(h("p", { class: "empty" }, "No tokens choose experts in this model: there is no load to balance."));
+    const assumed = data.measured ? "As measured." : "Assumed: the load falls as a power of an expert’s place, and the first experts share a rank.";
+    const load = panel("Tokens of each expert over the mean", `${data.loads.length} experts of which a token chooses ${data.top_k}; ${data.ep} expert-parallel ranks. ${assumed}`);
+    const effect = panel("What the load changes", "Imbalance is the load of the busiest rank over the mean.");
+    element.append(h("div", { class: "columns" }, load, effect));
+    histogram(load, data);
+    const number = (title, key, text) => ({ title, key, text, align: "right" });
+    effect.append(table([number("imbalance", "imbalance", (v) => format.number(v)), number("step", "step_time_s", format.seconds), number("memory", "memory_gib", format.gib), number("dropped copies", "dropped_share", (v) => format.percent(v))],
+      data.rows, { name: "Step, memory and dropped copies by imbalance", chosen: (r) => r.now, onrow: context.live ? (r) => context.update({ "workload.imbalance": r.imbalance, "workload.loads": null }) : null, rowLabel: (r) => `Use imbalance ${format.number(r.imbalance)}` }));
+  },
+};
+
+function histogram(element, { loads, capacity }) {
+  const c = figure(element, { height: 240, left: 48, right: 18, label: `Load of experts over the mean, from ${format.number(loads[0])} to ${format.number(loads.at(-1))}` });
+  const x = linear([0, loads.length], [0, c.width]), y = linear([0, 1.1 * Math.max(loads[0], capacity)], [c.height, 0]);
+  axis(c, y, "left", { label: "load over the mean" });
+  axis(c, x, "bottom", { label: "experts, the most loaded first" });
+  area(c, [...loads, loads.at(-1)].map((load, i) => ({ x: i, y: load })), { x, y, colour: "ep", opacity: 0.75, steps: true });
+  threshold(c, y(1), "mean", { flat: true, colour: "quiet" });
+  if (capacity) threshold(c, y(capacity), `capacity ${format.number(capacity)}`, { flat: true });
+}
