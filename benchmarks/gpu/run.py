@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/run.py speed --shapes 1.5b            step times and memory of all four, and the predictions
     python benchmarks/gpu/run.py experts                        a Mixtral- and a DeepSeek-shaped model, and dense ones of equal active size
+    python benchmarks/gpu/run.py graph                          a model with 16 experts, launched and replayed from a CUDA graph
     python benchmarks/gpu/run.py long                           32k, 128k and 512k tokens; 32k with and without offload
     python benchmarks/gpu/run.py loss --steps 2000 --seeds 3    fp8 against bf16 on text: validation loss
 
@@ -21,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from shapes import EXPERTS, LONG, SHAPES, SMALL
+from shapes import EXPERTS, HOST_BOUND, LONG, SHAPES, SMALL
 
 HERE = Path(__file__).parent
 LIMIT_S = 580
 TEXT_BYTES = 40e6
 STEPS = 16
+ONLY = "base,ours"
 DEVICE = os.environ.get("DEVICE", "cuda")
 CLUSTER = os.environ.get("CLUSTER", "dgx-h200")  # or the file of a calibration: its rates predict
 
@@ -111,7 +113,7 @@ def kernels(result: dict[str, Any]) -> None:
         )
 
 
-def speed(shapes: list[str], only: str) -> None:
+def speed(shapes: list[str], only: str, graphs: str) -> None:
     for shape in shapes:
         base = 0.0
         for name, hf in (("Hugging Face, compiled", True), ("control", False)) if "base" in only else ():
@@ -124,13 +126,29 @@ def speed(shapes: list[str], only: str) -> None:
                     flush=True,
                 )
         for precision in (p for p in ("bf16", "fp8") if "ours" in only or p in only):
-            result = train(SHAPES[shape], precision, STEPS, run={"profile_steps": 2})
+            result = train(SHAPES[shape], precision, STEPS, run={"profile_steps": 2, "graphs": graphs})
             row(f"{shape} ours, {precision}", result, base)
             kernels(result)
 
 
-def experts() -> None:
+def graph() -> None:
+    losses = []
+    for graphs in ("off", "step"):
+        result = train(HOST_BOUND, "bf16", STEPS, run={"graphs": graphs})
+        row(f"16 experts, graphs {graphs}", result)
+        losses.append(result.get("measurement", {}).get("loss", []))
+    if all(losses):
+        different = max(abs(a / b - 1) for a, b in zip(*losses, strict=True))
+        print(
+            f"losses of {STEPS} steps differ by at most {different:.1e}: {losses[0][-1]:.6f} and {losses[1][-1]:.6f}",
+            flush=True,
+        )
+
+
+def experts(only: str) -> None:
     for name, (sparse, dense) in EXPERTS.items():
+        if only != ONLY and name not in only:
+            continue
         results = {kind: train(shape, "bf16", STEPS) for kind, shape in (("experts", sparse), ("dense", dense))}
         for kind, result in results.items():
             row(f"{name} {kind}", result)
@@ -215,9 +233,10 @@ def loss(steps: int, seeds: int, workers: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("speed", "experts", "long", "loss"))
+    parser.add_argument("part", choices=("speed", "experts", "graph", "long", "loss"))
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
-    parser.add_argument("--only", default="base,ours", help="base, ours, bf16, fp8; for experts: the models")
+    parser.add_argument("--graphs", choices=("off", "step"), default="off")
+    parser.add_argument("--only", default=ONLY, help="base, ours, bf16, fp8; for experts: the models")
     parser.add_argument("--lengths", nargs="*", type=int, default=[32768, 131072, 524288])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
@@ -225,9 +244,11 @@ def main() -> None:
     given = parser.parse_args()
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     if given.part == "speed":
-        speed(given.shapes, given.only)
+        speed(given.shapes, given.only, given.graphs)
     elif given.part == "experts":
-        experts()
+        experts(given.only)
+    elif given.part == "graph":
+        graph()
     elif given.part == "long":
         long(given.lengths)
     else:

@@ -1,5 +1,6 @@
 """Steps replayed from a CUDA graph are the ordinary steps."""
 
+import traceback
 from typing import Any
 
 import pytest
@@ -42,27 +43,27 @@ def trained(context, captured):
             settings = Optimizer(learning_rate=1e-3, warmup=4, clip=0.5, on_nan="skip")
             trainer = Trainer(parallel, RandomSamples(model, 128, 0), settings, graph=graph)
             trainer.scale.growth_interval = 3
-            records = [(r.loss, r.gradient_norm, r.updated, r.router) for r in trainer.train(7)]
+            records = [(r.loss, r.gradient_norm, r.updated) for r in trainer.train(7)]
             out[name] = records, [p.local.detach().float().cpu().numpy() for p in parallel.updated]
         except Exception as error:  # the other cases are tried
-            out[name] = [repr(error), repr(error.__cause__)], []
+            out[name] = [repr(error), repr(error.__cause__), traceback.format_exc()[-2000:]], []
         del parallel
     return out
 
 
-@pytest.fixture(scope="module")
-def trainings():
-    torch.use_deterministic_algorithms(False)
-    return [ranks.run(1, trained, captured, device="cuda", silence=150.0)[0] for captured in (False, True)]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_replayed_steps_are_the_ordinary_steps(trainings, case):
-    (expected, weights), (found, same) = (training[case] for training in trainings)
-    assert len(expected) == len(found) == 7, (expected, found)
-    for (loss, norm, updated, router), (again, other, too, there) in zip(expected, found, strict=True):
-        assert again == pytest.approx(loss, rel=2e-4), (expected, found)
-        assert other == pytest.approx(norm, rel=2e-3)
-        assert (updated, set(router)) == (too, set(there))
-    assert all(abs(a - b).max() <= 2e-3 for a, b in zip(weights, same, strict=True))
-    print(case, "bit by bit" if [r[:2] for r in expected] == [r[:2] for r in found] else "equal within rounding")
+def test_replayed_steps_are_the_ordinary_steps():
+    """Kernels that add in another order in each run, as those of scattered gradients, leave differences in the last digits."""
+    ordinary, replayed = (
+        ranks.run(1, trained, captured, device="cuda", silence=150.0)[0] for captured in (False, True)
+    )
+    wrong = {}
+    for name in CASES:
+        (expected, weights), (found, same) = ordinary[name], replayed[name]
+        print(name, expected, found, sep="\n    ")  # shown if a case fails
+        equal = len(expected) == len(found) == 7 and all(
+            again == pytest.approx(loss, rel=2e-4) and other == pytest.approx(norm, rel=2e-3) and updated == too
+            for (loss, norm, updated), (again, other, too) in zip(expected, found, strict=True)
+        )
+        if not equal or any(abs(a - b).max() > 2e-3 for a, b in zip(weights, same, strict=True)):
+            wrong[name] = expected, found
+    assert not wrong
