@@ -325,3 +325,32 @@ def test_selective_checkpointing_of_fms_recomputes_a_share_of_the_layers():
     plan = apply_readings(case(**run, mfu_pct="45", hfu_pct="51")).plan
     assert (plan.recompute, plan.recompute_layers) == ("full", 16)
     assert apply_readings(case(**run)).plan.recompute_layers == 40
+
+
+# What a row does not state of its framework
+
+
+@pytest.mark.parametrize(
+    ("stack", "zero"), [("maxtext", 3), ("torchtitan", 3), ("fms-fsdp", 3), ("megatron-core", 1), ("deepspeed", 1)]
+)
+def test_an_unpublished_zero_stage_is_the_usual_one_of_the_framework(stack, zero):
+    found = case(zero="", stack=stack, pp="1", dp="32")
+    assert found.plan.zero == zero
+    assert any(text.startswith(f"ZeRO: {zero}, usual in") for text in found.assumed)
+
+
+@pytest.mark.parametrize(("pp", "gradients"), [("1", "bf16"), ("2", "fp32")])
+def test_automodel_has_one_copy_of_weights_and_moments_in_16_bits(pp, gradients):
+    plan = case(stack="automodel", zero="3", pp=pp, dp=str(32 // int(pp))).plan
+    assert (plan.master, plan.state_dtype, plan.grad_dtype) == (False, "bf16", gradients)
+    assert case(stack="torchtitan", zero="3", pp=pp, dp=str(32 // int(pp))).plan.master
+    kept = {stack: states(stack) for stack in ("automodel", "torchtitan", "maxtext")}
+    assert kept["automodel"] == pytest.approx(kept["torchtitan"] / 2, rel=1e-3)  # 2 + 2 + 4 bytes and 4 + 4 + 8
+    assert kept["maxtext"] == pytest.approx(kept["torchtitan"], rel=1e-3)
+
+
+def states(stack):
+    """GiB of weights, gradients and moments on a rank of a run without a pipeline."""
+    (found,) = predict_rows([{**BASE, "stack": stack, "zero": "3", "pp": "1", "dp": "32"}])
+    (parts,) = found.prediction.memory_by_stage
+    return parts["parameters"] + parts["gradients"] + parts["optimizer"]

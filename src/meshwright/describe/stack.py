@@ -175,6 +175,10 @@ class Stack(Described):
     """ZeRO-3: the embedding and the head are one unit, the model's root, which is gathered for the whole of backward"""
     whole_scales: bool = False
     """ZeRO-3 shards the codes of a quantised base and not its scales, which bitsandbytes keeps outside the parameter"""
+    half_states: bool = False
+    """weights in bf16 are the only ones: moments and gradients are in bf16 as well (gradients in fp32 where a pipeline adds them up)"""
+    usual_zero: Stage = 1
+    """ZeRO stage of a published run that does not state it"""
     flat_shards: bool = False
     """ZeRO-1 and 2 shard one flat buffer in buckets; otherwise each unit, with the rows of each tensor padded to the ranks"""
     zero_reduction: Literal["buckets", "whole"] = "buckets"

@@ -196,9 +196,9 @@ def _sequence_parallel(c: PublishedRun, tp: int) -> dict[str, bool]:
 def _sharding(c: PublishedRun, d: RowDegrees) -> Json:
     """ZeRO, and the dtypes and buckets of gradients, which follow from the stack."""
     r, stack = c.row, c.stack
-    zero = integer(r["zero"]) if r["zero"] else 1
+    zero = integer(r["zero"]) if r["zero"] else stack.usual_zero
     if not r["zero"]:
-        c.assumed.append("ZeRO: 1 (distributed optimizer)")
+        c.assumed.append(f"ZeRO: {zero}, usual in {stack.can.framework or stack.name}")
     sharded = zero > 0 and d.dp * d.cp > 1
     pure = stack.name == "composer-fsdp" and "pure" in r["zero_fsdp"].lower()
     fields: Json = {
@@ -213,6 +213,8 @@ def _sharding(c: PublishedRun, d: RowDegrees) -> Json:
     }
     if stack.name in ("composer-fsdp", "fms-fsdp"):
         fields |= {"param_dtype": "bf16", "grad_dtype": "bf16" if pure else "fp32", "comm_dtype": "bf16"}
+    if stack.half_states:
+        fields |= {"master": False, "state_dtype": "bf16", "grad_dtype": "fp32" if d.pp > 1 else "bf16"}
     if zero == 3:  # ZeRO-3 prefetches its all-gathers even if the stack has no other overlap
         fields["overlap"] = tuple(
             dict.fromkeys(("dp", *stack.overlap, *(("cp",) if d.cp > 1 and stack.overlap else ())))
