@@ -97,7 +97,7 @@ class _FrozenRowLinear(torch.autograd.Function):
         units, scale = units_of_rows(ctx.saved_tensors[0], ctx.packing)
         g = gradient.flatten(0, -2)
         scaled = quantise_rows(g.to(at_least_single(g.dtype)) * scale.T)
-        dx = product_of_units(scaled, (units.T, torch.ones_like(scale[:1]).expand(units.shape[1], 1)), gradient.dtype)
+        dx = product_of_units(scaled, (units.T, scale.new_ones(units.shape[1], 1)), gradient.dtype)
         return dx.unflatten(0, gradient.shape[:-1]), None, None
 
 
