@@ -14,6 +14,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
+from meshwright.interop.assemble import switch_stack
 from meshwright.interop.recipes import check
 from meshwright.predict.estimate import lowered
 from meshwright.predict.prediction import element
@@ -24,11 +25,11 @@ THREADS = Path(__file__).parents[2] / "benchmarks/recipe_threads.jsonl"
 SEQ = 32
 
 
-def saved_bytes(layers: int) -> int:
+def saved_bytes(layers: int, attention: str) -> int:
     """Bytes that a Llama of Transformers in bf16 keeps for backward beside its weights, each tensor once."""
     config = transformers.LlamaConfig(
         hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, intermediate_size=192, vocab_size=128,
-        attn_implementation="sdpa",
+        attn_implementation=attention,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -44,15 +45,18 @@ def saved_bytes(layers: int) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("stack", ["accelerate", "axolotl", "huggingface", "deepspeed"])
-def test_a_layer_of_transformers_keeps_what_is_counted(stack: str) -> None:
+def test_a_layer_of_transformers_keeps_what_is_counted(stack: str, attention: str) -> None:
     """But for the scale of each norm, in fp32: 4 bytes per token."""
+    of_catalog = catalog.load("stacks", stack)
+    fields = switch_stack({"eager": attention == "eager"}, {"pp": 1, "tp": 1}, of_catalog)
     model = Model(name="tiny", layers=2, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=128)
     cluster = catalog.load("clusters", "dgx-h100").with_gpus(1)
-    config = Config(model, cluster, Plan(), Workload(batch=1, seq=SEQ), catalog.load("stacks", stack))
+    config = Config(model, cluster, Plan(), Workload(batch=1, seq=SEQ), of_catalog.but(**fields))
     _, _, program = lowered(config)
     counted = sum(element(size, 0) for size in program.saved["dense"].values())
-    assert saved_bytes(3) - saved_bytes(2) == counted + 2 * 4 * SEQ
+    assert saved_bytes(3, attention) - saved_bytes(2, attention) == counted + 2 * 4 * SEQ
 
 
 def thread(n: int, **changed: Any) -> dict[str, Any]:
@@ -65,6 +69,14 @@ def gib(recipe: dict[str, Any]) -> float:
     peak = check(recipe).memory_gib
     assert peak is not None
     return peak
+
+
+def test_scores_of_an_unfused_softmax_have_gradients_beside_them() -> None:
+    """In the backward of one layer 6 bytes of a score are saved, and 6 are gradients, beside which those of the widest product fit."""
+    scores = 48 * 8192**2 / 2**30
+    stored = gib(thread(66)) - gib(thread(66, attn_implementation="sdpa"))
+    widest = (2 * 8192 * 2 * 24576) / 2**30
+    assert stored == pytest.approx(1.06 * (12 * scores - widest), rel=0.03)
 
 
 def test_scales_of_a_quantised_base_are_not_sharded_and_the_root_stays_gathered() -> None:

@@ -140,7 +140,12 @@ def layer_moment(program: StepProgram) -> Moment:
     if b.stack.reuses_saved:  # routed experts are not compiled
         once, each = (max(m.ffn * copies, experts, m.linear.projected) for copies in (1, 1 + columns))
         widest = np.where(b.reruns_layers, each, once)
-    flow = b.tokens * (2 * m.hidden + widest / b.tp) * e + program.tile
+    scores: Array = 0.0
+    if (
+        b.stack.attention == "stored"
+    ):  # their gradient; of an unfused softmax, in fp32 and before it or after it in 16 bits
+        scores = m.heads * b.seq * (e if "softmax" in b.stack.fused else 4 + e)
+    flow = b.tokens * (2 * m.hidden * e + np.maximum(widest * e, scores) / b.tp) + program.tile
     return Moment(np.where(b.reruns_layers, program.transient, 0.0), flow)
 
 

@@ -140,6 +140,14 @@ def core_saved(m: ModelShape, core: AttentionCore, mixer: str) -> list[Saved]:
         Saved("q", "attention", core.heads * core.qk, "tensor"),
         *([] if mixer == "query" else keys),
         Saved("softmax", "attention", 0, "tensor", per_position=core.heads, condition="stored-softmax"),
+        Saved("softmax-in-fp32", "attention", 0, "tensor", 4, per_position=core.heads, condition="unfused-softmax"),
+        Saved(
+            "repeated-kv",
+            "attention",
+            (core.heads - core.kv_heads) * (core.qk + core.v),
+            "tensor",
+            condition="unfused-softmax",
+        ),
         Saved("logsumexp", "attention", core.heads, "tensor", 4, condition="flash"),
         Saved("attention-mask", "attention", m.hidden, "sequence", 1, condition="dropout"),
     ]

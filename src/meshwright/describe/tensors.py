@@ -94,6 +94,7 @@ class Saved:
         "",
         "dropout",
         "stored-softmax",
+        "unfused-softmax",
         "flash",
         "fused-norm",
         "unfused-norm",

@@ -32,7 +32,7 @@ from meshwright.interop.stages import stages
 #     prefetch         the same of ZeRO-3; forward: not in backward   plan.prefetch
 #     overlap_p2p      interleaved pipeline messages do not block     stack.blocking_p2p
 #     async_linears    a collective behind one product of its layer   stack.async_linears
-#     eager            attention stores its scores                    stack.attention
+#     eager            attention in torch operators stores scores     stack.attention, stack.fused
 #     fused_loss       the loss needs no full logits                  stack.fused
 #     fused_norm       norms are one kernel; fused_activation alike   stack.fused
 #     wrapped_ends     the embedding and the head are units           stack.root_unit
@@ -69,6 +69,7 @@ def switch_stack(facts: Facts, plan: dict[str, Any], stack: Stack) -> dict[str, 
         stated["attention"] = "stored"
     parts = {part: facts.get(f"fused_{part}") for part in ("loss", "norm", "activation")}
     split = {part for part, on in parts.items() if on is False and part != "loss"}  # `memory` counts an unfused loss
+    split |= {"softmax"} if facts.get("eager") else set()
     kept = tuple(part for part in stack.fused if part not in split)
     stated["fused"] = (*kept, *(part for part, on in parts.items() if on and part not in kept))
     if facts.get("wrapped_ends"):

@@ -32,7 +32,7 @@ from meshwright.lower.batch import Batch
 from meshwright.lower.compressed import factor_size
 from meshwright.lower.program import DATA_PARALLEL, Array, Load, present
 
-CORE = ("softmax", "softmax-mask", "softmax-dropped", "logsumexp")
+CORE = ("softmax", "softmax-in-fp32", "softmax-mask", "softmax-dropped", "logsumexp")
 QUANTISED = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "fp4": 1 / 2 + 1 / 16}  # bytes of an element, with the scale of its block
 
 
@@ -185,6 +185,8 @@ def _padding(b: Batch, style: str, shape: list[Array]) -> Array:
 def saved(b: Batch, block: ParameterBlock, element: float, recompute: bool = True) -> dict[str, Array]:
     """Bytes one micro-batch keeps for backward in one such block, by part; `recompute=False` as if nothing were recomputed."""
     conditions = {"", "stored-softmax" if b.stack.attention == "stored" else "flash"}
+    if b.stack.attention == "stored" and "softmax" not in b.stack.fused:
+        conditions.add("unfused-softmax")
     if b.model.dropout:
         conditions.add("dropout")
     if b.model.adapter.dropout:
