@@ -114,6 +114,19 @@ def test_pipeline_messages_and_async_linears_change_the_stack() -> None:
 
 
 @pytest.mark.parametrize(
+    ("impl", "scope", "graphs"),
+    [("none", ["attn"], ()), ("transformer_engine", ["moe_router", "moe_preprocess"], ("router",)), ("local", "full_iteration", ("step",)),
+     ("full_iteration", None, ("step",)), ("transformer_engine", ["attn", "mlp"], ("attention", "ffn")),
+     ("local", "full", ("attention", "router", "ffn"))],
+)  # fmt: skip
+def test_what_cuda_graphs_replay(impl: str, scope: Any, graphs: tuple[str, ...]) -> None:
+    settings = {"model.cuda_graph_impl": impl, "model.cuda_graph_scope": scope}
+    reading = check({"id": "one", "framework": "Megatron-Bridge", "gpus": 8, "settings": settings}).reading
+    assert reading is not None
+    assert reading.stack.graphs == graphs
+
+
+@pytest.mark.parametrize(
     ("name", "settings", "saves", "loads"),
     [
         ("accelerate", FSDP1, "rank-0", "every-rank"),

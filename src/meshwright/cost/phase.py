@@ -67,6 +67,7 @@ REPLAY_LAUNCHES = (
 GRAPHED_PARTS = {
     "attention": ("attention", "linear", "norm"),
     "router": ("router", "shared", "norm"),
+    "ffn": ("ffn", "norm"),
 }  # of `Stack.graphs`
 
 

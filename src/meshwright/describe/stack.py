@@ -59,7 +59,7 @@ class Abilities(Described):
 
 Fused = Literal["norm", "activation", "rope", "bias-dropout", "softmax", "loss", "optimizer", "accumulate"]
 Axis = Literal["dp", "tp", "cp", "pp", "ep"]
-Graphed = Literal["step", "attention", "router"]
+Graphed = Literal["step", "attention", "router", "ffn"]
 Saves = Literal["sharded", "copied", "rank-0", "weights", "group", "device"]
 Loads = Literal["sharded", "rank-0", "every-rank"]
 
@@ -108,7 +108,7 @@ class Stack(Described):
     """q, k, v and gate, up are products of their own instead of one each"""
     graphs: tuple[Graphed, ...] = ()
     """what is replayed from CUDA graphs, or compiled away, at almost no host time. step: all launches. attention: the mixer of a layer with its
-    norm. router: the router of experts, shared experts and their norm"""
+    norm. router: the router of experts, shared experts and their norm. ffn: the dense FFN with its norm"""
     fused: tuple[Fused, ...] = ("norm", "activation", "rope", "bias-dropout", "softmax", "optimizer", "accumulate")
     attention: Literal["flash", "triton", "fused", "stored"] = "flash"
     """flash: recomputes the softmax; triton: its first version in Triton; fused: vendor's flash; stored: keeps the scores"""

@@ -10,6 +10,7 @@ value that has a meaning.
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ from meshwright.interop.stages import stages
 #     eager            attention in torch operators stores scores     stack.attention, stack.fused
 #     fused_loss       the loss needs no full logits                  stack.fused
 #     fused_norm       norms are one kernel; fused_activation alike   stack.fused
+#     cuda_graphs      parts of a layer, or steps, are replayed       stack.graphs
 #     wrapped_ends     the embedding and the head are units           stack.root_unit
 #     saves, loads     who collects the state of a checkpoint         stack.saves, stack.loads
 #
@@ -43,6 +45,7 @@ from meshwright.interop.stages import stages
 
 SWITCHED = ("dp", "tp", "ep")
 AXES = ("dp", "tp", "cp", "pp", "ep")
+GRAPHED = {"attention": r"attn|mamba", "router": r"moe", "ffn": r"mlp"}
 
 
 def switch_plan(facts: Facts, plan: dict[str, Any], stack: Stack) -> list[str]:
@@ -62,6 +65,14 @@ def switch_plan(facts: Facts, plan: dict[str, Any], stack: Stack) -> list[str]:
     return [axis for axis, on in stated.items() if not on and axis in stack.overlap]
 
 
+def graphed_parts(facts: Facts) -> tuple[str, ...]:
+    """What CUDA graphs replay, by the modules that the settings of Megatron-Core name; whole layers where they name none."""
+    names = str(facts.get("graph_scope") or "")
+    if "full_iteration" in names or facts["cuda_graphs"] == "step":
+        return ("step",)
+    return tuple(part for part, modules in GRAPHED.items() if re.search(modules, names)) or tuple(GRAPHED)
+
+
 def switch_stack(facts: Facts, plan: dict[str, Any], stack: Stack) -> dict[str, Any]:
     """The fields of the stack that the settings change."""
     stated = {name: facts[name] for name in ("saves", "loads") if facts.get(name)}
@@ -72,6 +83,8 @@ def switch_stack(facts: Facts, plan: dict[str, Any], stack: Stack) -> dict[str, 
     split |= {"softmax"} if facts.get("eager") else set()
     kept = tuple(part for part in stack.fused if part not in split)
     stated["fused"] = (*kept, *(part for part, on in parts.items() if on and part not in kept))
+    if facts.get("cuda_graphs"):
+        stated["graphs"] = graphed_parts(facts)
     if facts.get("wrapped_ends"):
         stated["root_unit"] = False
     if facts.get("overlap_p2p") is not None and plan["pp"] > 1 and plan.get("virtual", 1) > 1:

@@ -57,6 +57,7 @@ FACTS: dict[str, str] = {
     "sharding": "how data parallelism shards: none, optimizer, gradients, parameters",
     "fsdp": "parameters are sharded by FSDP",
     "cuda_graphs": "kernels are launched by CUDA graphs",
+    "graph_scope": "modules that CUDA graphs capture",
     "eager_steps": "steps are not captured in CUDA graphs",
     "by_deepspeed": "DeepSpeed shards, by a file that the settings name or a section of theirs",
     "wrap_policy": "every layer is a unit of FSDP",
