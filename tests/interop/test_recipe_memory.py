@@ -9,7 +9,7 @@ import torch
 
 from meshwright.cost.memory import memory
 from meshwright.describe import catalog
-from meshwright.describe.adapter import PACKINGS
+from meshwright.describe.adapter import PACKINGS, Adapter
 from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
@@ -25,13 +25,30 @@ THREADS = Path(__file__).parents[2] / "benchmarks/recipe_threads.jsonl"
 SEQ = 32
 
 
-def saved_bytes(layers: int, attention: str) -> int:
-    """Bytes that a Llama of Transformers in bf16 keeps for backward beside its weights, each tensor once."""
+class CastingAdapter(torch.nn.Module):
+    """A frozen product with an adapter in fp32, to which its input is cast, as PEFT's of bf16 weights."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a, self.b = torch.nn.Linear(base.in_features, 8, False), torch.nn.Linear(8, base.out_features, False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x.to(torch.float32))) * 2.0
+
+
+def saved_bytes(layers: int, attention: str, targets: tuple[str, ...] = (), seq: int = SEQ) -> int:
+    """Bytes that a Llama of Transformers in bf16 keeps for backward beside its weights, each tensor once; with `targets` under autocast."""
     config = transformers.LlamaConfig(
         hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, intermediate_size=192, vocab_size=128,
         attn_implementation=attention,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+    if targets:
+        model.requires_grad_(False)
+        for name, module in [(n, m) for n, m in model.named_modules() if n.endswith(targets)]:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, CastingAdapter(module))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -40,8 +57,9 @@ def saved_bytes(layers: int, attention: str) -> int:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(input_ids=torch.zeros(1, SEQ, dtype=torch.long), use_cache=False)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=bool(targets))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+        model(input_ids=torch.zeros(1, seq, dtype=torch.long), use_cache=False)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -57,6 +75,24 @@ def test_a_layer_of_transformers_keeps_what_is_counted(stack: str, attention: st
     _, _, program = lowered(config)
     counted = sum(element(size, 0) for size in program.saved["dense"].values())
     assert saved_bytes(3, attention) - saved_bytes(2, attention) == counted + 2 * 4 * SEQ
+
+
+@pytest.mark.parametrize(
+    "targets", [("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")]
+)
+@pytest.mark.parametrize("stack", ["accelerate", "axolotl", "huggingface", "deepspeed"])
+def test_each_adapter_of_peft_keeps_a_copy_of_its_input(stack: str, targets: tuple[str, ...]) -> None:
+    """Twice the tokens, so that the casts of weights cancel."""
+    adapter = Adapter(rank=8, targets=targets)
+    model = Model(name="tiny", layers=2, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=128, adapter=adapter)
+    cluster = catalog.load("clusters", "dgx-h100").with_gpus(1)
+    config = Config(model, cluster, Plan(), Workload(batch=1, seq=SEQ), catalog.load("stacks", stack))
+    _, _, program = lowered(config)
+    counted = sum(element(size, 0) for size in program.saved["dense"].values())
+    twice, once = (
+        saved_bytes(3, "sdpa", targets, seq) - saved_bytes(2, "sdpa", targets, seq) for seq in (2 * SEQ, SEQ)
+    )
+    assert twice - once == counted + 2 * 4 * SEQ
 
 
 def thread(n: int, **changed: Any) -> dict[str, Any]:

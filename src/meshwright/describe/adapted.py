@@ -2,7 +2,8 @@
 
 A product with a frozen weight needs its input for no gradient: it is not saved, unless an adapter, or a trained matrix, multiplies the same
 input, or attention's backward reads it (the input of its output projection). A norm of separate operations saves its input, and for the gradient of
-its weight the normalised input. An adapter saves A·x, `rank` elements for each token, and with dropout the dropped input and its mask.
+its weight the normalised input. An adapter saves A·x, `rank` elements for each token, and with dropout the dropped input and its mask. PEFT casts the
+input of each adapter to fp32, and autocast back to 16 bits: each saves a copy (`Stack.casts_inputs`), none the input that they share.
 """
 
 from collections.abc import Iterator
@@ -62,12 +63,14 @@ def _saved(linear: Linear, a: Adapter) -> Iterator[Saved]:
     expert = linear.style.startswith("experts")
     inner = Saved(f"{linear.name}-lora", linear.part, linear.uses * linear.rank, "expert" if expert else "whole")
     yield inner
+    split: Literal["expert", "tensor", "sequence"]
+    split = "expert" if expert else "tensor" if linear.style == "row" else "sequence"
+    read = replace(inner, width=linear.uses * linear.d_in, split=split)
     if a.dropout:
-        split: Literal["expert", "tensor", "sequence"]
-        split = "expert" if expert else "tensor" if linear.style == "row" else "sequence"
-        dropped = replace(inner, name=f"{linear.name}-dropped", width=linear.uses * linear.d_in, split=split)
-        yield replace(dropped, condition="adapter-dropout")
-        yield replace(dropped, name=f"{linear.name}-dropped-mask", bytes_=1, condition="adapter-dropout")
+        yield replace(read, name=f"{linear.name}-dropped", condition="adapter-dropout")
+        yield replace(read, name=f"{linear.name}-dropped-mask", bytes_=1, condition="adapter-dropout")
+    else:
+        yield replace(read, name=f"{linear.name}-cast", condition="cast-inputs")
 
 
 def check(m: ModelShape, blocks: dict[str, ParameterBlock]) -> None:

@@ -173,6 +173,8 @@ class Stack(Described):
     """ZeRO-3 shards are in fp32 and are the masters; parameters in 16 bits exist only while they are gathered"""
     root_unit: bool = False
     """ZeRO-3: the embedding and the head are one unit, the model's root, which is gathered for the whole of backward"""
+    casts_inputs: bool = False
+    """adapters multiply copies of their inputs, which are cast to their dtype, as PEFT's: each saves its copy"""
     whole_scales: bool = False
     """ZeRO-3 shards the codes of a quantised base and not its scales, which bitsandbytes keeps outside the parameter"""
     half_states: bool = False

@@ -101,6 +101,7 @@ class Saved:
         "unfused-activation",
         "weighted-outputs",
         "adapter-dropout",
+        "cast-inputs",
     ] = ""
 
 

@@ -191,6 +191,9 @@ def saved(b: Batch, block: ParameterBlock, element: float, recompute: bool = Tru
         conditions.add("dropout")
     if b.model.adapter.dropout:
         conditions.add("adapter-dropout")
+    casts = b.stack.casts_inputs and b.model.adapter.rank and not any(linear.learns for linear in block.linears)
+    if casts:
+        conditions.add("cast-inputs")
     conditions.add("fused-norm" if "norm" in b.stack.fused else "unfused-norm")
     if "activation" not in b.stack.fused:
         conditions.add("unfused-activation")
@@ -215,7 +218,7 @@ def saved(b: Batch, block: ParameterBlock, element: float, recompute: bool = Tru
                 size = np.where(b.fuses_loss, 0.0, size)  # a chunk of them is working memory
             add(s.part, size * np.where(kept_core, 1.0, 0.0) if s.name in CORE else size)
     for linear in block.linears:
-        if linear.saves_input:
+        if linear.saves_input and not (casts and linear.name != "o"):
             kept: Array = kept_bytes(b, linear, element)
             if b.stack.reuses_saved and linear.style in ("column", "keys"):
                 # A compiled layer gathers the output of a norm again, which it computes again from the input of the norm.
