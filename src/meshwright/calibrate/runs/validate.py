@@ -32,7 +32,6 @@ from meshwright.cost.memory import rank_peaks
 from meshwright.cost.step import step_cost
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
-from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
 from meshwright.predict.prediction import prediction
 
@@ -136,12 +135,6 @@ def costed_together(c: PublishedRun) -> tuple[Any, ...]:
     return model, workload, c.cluster.name, rates, *stack
 
 
-def _varied_workload(runs: list[Outcome]) -> Workload:
-    """The workload of a batch of plans, one of each run, with an array over the batch in the place of the global batch."""
-    batches = np.array([float(o.case.workload.batch) for o in runs])
-    return runs[0].case.workload.model_copy(update={"batch": batches})
-
-
 def _predict(together: list[Outcome], responding: list[Outcome]) -> None:
     """Set the predictions of runs of one problem, and the step times of some of them at the points of the grid. All are costed as one batch,
     first every run with the numbers of its stack, then the points of each responding run."""
@@ -156,7 +149,10 @@ def _predict(together: list[Outcome], responding: list[Outcome]) -> None:
         varied = together + [o for o in responding for _ in points]
         stack = varied_stack(first.stack, len(together), np.tile(points, (len(responding), 1)))
     plans = [o.plan for o in varied if o.plan is not None]
-    cost = step_cost(step_program(first.model, plans, _varied_workload(varied), stack), first.cluster)
+    cost = step_cost(
+        step_program(first.model, plans, first.workload, stack, workloads=[o.case.workload for o in varied]),
+        first.cluster,
+    )
     times = np.broadcast_to(cost.time, len(varied))[len(together) :].reshape(-1, len(points))
     for o, row in zip(responding, times, strict=True):
         o.times = row
@@ -185,8 +181,8 @@ def _least_that_fits(runs: list[Outcome]) -> list[Plan | None]:
     first = runs[0].case
     choices = [_recompute_choices(o.case.plan, first.model.layers) for o in runs]
     plans = [plan for some in choices for plan in some]
-    workload = _varied_workload([o for o, some in zip(runs, choices, strict=True) for _ in some])
-    peak = rank_peaks(step_program(first.model, plans, workload, first.stack)).max(axis=0)
+    workloads = [o.case.workload for o, some in zip(runs, choices, strict=True) for _ in some]
+    peak = rank_peaks(step_program(first.model, plans, first.workload, first.stack, workloads=workloads)).max(axis=0)
     fits = iter((peak <= first.cluster.accelerator.memory).tolist())
     return [next((plan for plan, fit in [(plan, next(fits)) for plan in some] if fit), None) for some in choices]
 
