@@ -160,6 +160,14 @@ def test_lora_is_read_as_adapters_and_fitted_to_nothing():
     assert "latent" in rows.case(row(task="latent")).refused
 
 
+def test_recipes_for_fine_tuning_pack_short_documents():
+    assert rows.case(row(task="lora")).workload.lengths == ()
+    for task, lengths in (("lora", (190,)), ("sft", (190,)), ("pretrain", ())):
+        c = rows.case(row(task=task, file="megatron_bridge_perf_summary"))
+        assert c.workload.lengths == lengths
+        assert any(words == "documents: packed, 190 tokens each" for words in c.assumed) == bool(lengths)
+
+
 def test_runs_that_may_have_stalled_need_no_response():
     """In a source with repetitions, a run without one is not scored; in another source it is."""
     needed = responding([row(file="sweep", pair_ratio="1.01"), row(file="single")])

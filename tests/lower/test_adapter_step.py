@@ -59,6 +59,20 @@ def test_flops_are_those_that_torch_counts_for_a_peft_model(
     assert sum(flops.values()) == both + 2 * together
 
 
+def test_matrices_that_are_one_module_have_one_adapter() -> None:
+    """Megatron's linear_qkv: one A for queries, keys and values, and one B with the rows of all three."""
+    adapted, plan, work = model(rank=16, targets=("linear_qkv",)), Plan(microbatch=2), Workload(batch=2, seq=128)
+    found = {}
+    for joined in (False, True):
+        step = program(adapted, plan, work, joined_adapters=joined)
+        ops = [op for op in step.blocks["dense", "F"] if "-lora-" in op.name]
+        found[joined] = {x: [scalar(op.flops) for op in ops if op.name.endswith(f"-lora-{x}")] for x in "ab"}
+        backward = {op.name for op in step.blocks["dense", "E"]}
+        assert ("qkv-lora-b-dgrad" in backward) == joined == ("q-lora-b-dgrad" not in backward)
+    assert found[True]["a"] == found[False]["a"][:1]
+    assert found[True]["b"] == [sum(found[False]["b"])]
+
+
 PARTS: list[dict[str, object]] = [
     {"rank": 4},
     {"rank": 4, "targets": ("down_proj",)},

@@ -106,6 +106,8 @@ class Stack(Described):
     """the host runs ahead of the device; false where the host computes (CPU): their times add up"""
     separate_projections: bool = False
     """q, k, v and gate, up are products of their own instead of one each"""
+    joined_adapters: bool = False
+    """the matrices of a product are one module, whose adapter is one pair of matrices"""
     graphs: tuple[Graphed, ...] = ()
     """what is replayed from CUDA graphs, or compiled away, at almost no host time. step: all launches. attention: the mixer of a layer with its
     norm. router: the router of experts, shared experts and their norm. ffn: the dense FFN with its norm"""

@@ -138,9 +138,10 @@ class BlockBuilder:
                 # Rows of codes in fp8 end with a scale: the product takes a copy without it.
                 moved = 2.0 if self.fp8_base else self.m.adapter.row_bytes(k) / k + self.element
                 self.memory(phase, f"{name}-dequantise{suffix}", part, size, moved, len(packed))
-        for linear in linears:
-            if linear.rank:
-                self.adapter(linear, m, products)
+        ranked = [linear for linear in linears if linear.rank]
+        joined = self.b.stack.joined_adapters and len(ranked) == len(linears) and len({x.rank for x in ranked}) == 1
+        for pair in [ranked] if joined else [[linear] for linear in ranked]:
+            self.adapter(pair, name if joined else pair[0].name, m, products)
 
     @property
     def fp8_base(self) -> bool:
@@ -160,14 +161,18 @@ class BlockBuilder:
         trained = sum(linear.d_out for linear in linears if linear.learns)
         return trained / whole if whole else float(self.m.adapter.learns(""))
 
-    def adapter(self, linear: Linear, tokens: Array, products: Array) -> None:
+    def adapter(self, linears: list[Linear], name: str, tokens: Array, products: Array) -> None:
         """Add y += scale · B·(A·x), x with dropout: two thin products with their backward, and two sums: with the output of the base, and with the
-        gradient of its input."""
+        gradient of its input. One pair of matrices adapts all of `linears`, which read the same input."""
+        linear, d_out = linears[0], 0.0
         copies = (linear.copies,) if linear.style.startswith("experts") else ()
-        a, b = adapter_styles(linear.style)
-        inner, d_in = local_shape(a, (*copies, linear.rank, linear.d_in), self.degrees)[-2:]
-        d_out = local_shape(b, (*copies, linear.d_out, linear.rank), self.degrees)[-2]
-        name, part, fused = linear.name, linear.part, "bias-dropout" in self.fused
+        inner, d_in = local_shape(adapter_styles(linear.style)[0], (*copies, linear.rank, linear.d_in), self.degrees)[
+            -2:
+        ]
+        for each in linears:
+            style = adapter_styles(each.style)[1]
+            d_out = d_out + local_shape(style, (*copies, each.d_out, each.rank), self.degrees)[-2]
+        part, fused = linear.part, "bias-dropout" in self.fused and not self.b.stack.joined_adapters
         size_in, size_out = (products * tokens * width * self.element for width in (d_in, d_out))
         if self.m.adapter.dropout:
             for phase, suffix in (("F", ""), ("I", "-grad")):

@@ -124,12 +124,13 @@ def points_of_gradients(model: Model, kind: str, ops: Sequence[Op]) -> list[floa
         name, _, rest = op.name.partition("-lora-")
         product = op.name.removesuffix("-dgrad").removesuffix("-dequantise-grad")
         same_input = [names for joined, names in JOINED.items() if name in names and joined != "q-latents"]
-        names = [*same_input, (name,)][0] if rest else JOINED.get(product, (product,))
+        joined = JOINED.get(name if rest else product, (name if rest else product,))
+        names = [*same_input, joined][0] if rest else joined
         places = [position(FORWARD, linears[one]) for one in names if one in linears]
         if op.name in POINTS:
             out.append(_known_point(model, op.name))
         elif rest in ("b-dgrad", "scale-grad"):  # A needs the gradient of A·x
-            out.append(position(FORWARD, linears[name]) + AFTER)
+            out.append(max(position(FORWARD, linears[one]) for one in joined if one in linears) + AFTER)
         elif rest:
             out.append(min(places) + BEFORE)
         elif places and product != op.name:

@@ -97,6 +97,11 @@ DDP_BUCKET = 25 * 2.0**20  # bytes of 16-bit parameters
 SIMILAR = 0.8  # a schedule with this share of the published virtual stages is predicted in its place
 WIDTHS = {"fp32": 4.0}
 
+# NVIDIA's recipes for fine-tuning pack SQuAD (NeMo's llama3_8b.py, packed_sequence_specs in performance mode; Megatron-Bridge's perf_recipes,
+# offline_packing_specs) with masks between documents: a paragraph of about 750 characters, a question and an answer.
+FINE_TUNING, PACKED = ("sft", "lora"), ("nvidia_dgxc_benchmarking", "megatron_bridge_perf_summary")
+PACKED_DOCUMENT = 190  # tokens
+
 
 @dataclass(frozen=True)
 class RowDegrees:
@@ -146,7 +151,11 @@ def _workload(c: PublishedRun) -> Workload:
         raise refusal("the batch or the sequence length is not published")
     if not r["dtype"] or r["dtype"] not in PRECISIONS:
         c.assumed.append(_assumption("precision", "bf16", r["dtype"]))
-    return Workload(batch=batch, seq=seq, precision=PRECISIONS.get(r["dtype"], "bf16"))
+    workload = Workload(batch=batch, seq=seq, precision=PRECISIONS.get(r["dtype"], "bf16"))
+    if r["task"] in FINE_TUNING and r["file"] in PACKED:
+        c.assumed.append(f"documents: packed, {PACKED_DOCUMENT} tokens each")
+        return workload.but(lengths=(PACKED_DOCUMENT,))
+    return workload
 
 
 def _assumption(what: str, value: str, published: str) -> str:
