@@ -78,9 +78,9 @@ class PartlyRecomputed(NamedTuple):
 
 
 def _column(workloads: Sequence[Workload], name: str) -> Any:
-    """A field of the workloads: a number, or a column if it differs."""
-    values = [float(getattr(workload, name)) for workload in workloads]
-    return np.array(values) if len(set(values)) > 1 else values[0]
+    """A field of the workloads: a number, or a column if it differs. A single workload may have a column in the place of the number."""
+    first, *others = (1.0 * getattr(workload, name) for workload in workloads)
+    return np.array([first, *others]) if any(value != first for value in others) else first
 
 
 class Batch(PlanArrays):
