@@ -206,6 +206,11 @@ def details(name: str, trainer: Any, fills: Any, phases: Phases, out: Path, fold
         return found
 
     with phases.profiling():
+        began = time.perf_counter()
+        trainer.train(1)
+        issued_s = time.perf_counter() - began  # less than the step if the host runs ahead of the device
+        torch.cuda.synchronize()
+        whole_s = time.perf_counter() - began
         found = profiled(ProfilerActivity.CUDA)
         fills.times = REPEATED
         repeated = profiled(ProfilerActivity.CUDA)
@@ -231,16 +236,11 @@ def details(name: str, trainer: Any, fills: Any, phases: Phases, out: Path, fold
         out,
         {"kernels": {"layout": name, "groups_s": groups, "largest": [[n, *s, *more.get(n, ())] for n, s in largest]}},
     )
-    operators = sorted(host.key_averages(), key=lambda e: -e.self_cpu_time_total)[:60]
-    append(
-        out,
-        {
-            "host": {
-                "layout": name,
-                "operators": [[e.key[:80], e.count, e.self_cpu_time_total / 1e6] for e in operators],
-            }
-        },
-    )
+    operators = sorted(host.key_averages(), key=lambda e: -e.self_cpu_time_total)
+    launches = {e.key: e.count for e in operators if e.key.startswith(("cuda", "cuLaunch"))}
+    row = {"layout": name, "issued_s": issued_s, "whole_s": whole_s, "launches": launches}
+    row["operators"] = [[e.key[:80], e.count, e.self_cpu_time_total / 1e6] for e in operators[:60]]
+    append(out, {"host": row})
     append(out, {"memory": {"layout": name, **read_snapshot(snapshot)[0].as_dict()}})
     snapshot.unlink()
 
