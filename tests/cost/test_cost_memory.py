@@ -336,15 +336,35 @@ def own(model, workload=WORK, **plan):
     return of(lowered(model, workload, stack.but(workspace=0), **plan))
 
 
+def layer_moment(program):
+    return room.layer_moment(program, program.ranks[0])
+
+
 def test_a_backward_that_reuses_saved_tensors_allocates_one_gradient_of_the_widest_product():
     work = Workload(batch=1, seq=512)
     plain, reusing = (
-        one(room.layer_moment(lowered(GQA, work, Stack(reuses_saved=reuses))).working) for reuses in (False, True)
+        one(layer_moment(lowered(GQA, work, Stack(reuses_saved=reuses))).working) for reuses in (False, True)
     )
     assert plain - reusing == pytest.approx(512 * 2 * 3 * GQA.ffn)  # of four: gate, up and the gradients of both
     assert reusing == pytest.approx(512 * 2 * (2 * GQA.hidden + GQA.ffn))
-    again = room.layer_moment(lowered(GQA, work, Stack(reuses_saved=True), recompute="full"))
+    again = layer_moment(lowered(GQA, work, Stack(reuses_saved=True), recompute="full"))
+    assert one(again.working) == pytest.approx(reusing)
+    offloaded = {"recompute": "full", "offload": "activations"}
+    again = layer_moment(lowered(GQA, work, Stack(reuses_saved=True), **offloaded))
     assert one(again.working) == pytest.approx(512 * 2 * (2 * GQA.hidden + 3 * GQA.ffn))
+
+
+def test_the_head_is_not_gathered_while_a_layer_computes():
+    """The fullest moment of long sequences is the backward of a layer; with few tokens it is that of the head or of the embedding."""
+    model = GQA.but(vocab=200_000)
+    sharded = {"shard": 2, "zero": 3, "microbatch": 1, "recompute": "full"}
+    few, many = (lowered(model, Workload(batch=2, seq=seq), **sharded) for seq in (128, 2**20))
+    program = lowered(model, Workload(batch=2, seq=2**20), Stack(**catalog.entry("stacks", "meshwright")), **sharded)
+    assert one(of(program)["gathered"]) == pytest.approx(2 * one(program.gathered["dense"]))
+    for room_of in (few, many):
+        assert one(room.loss_moment(room_of, room_of.ranks[0]).gathered) == 2 * one(room_of.gathered["head"])
+    end = room.embedding_moment(few, few.ranks[0])
+    assert one(end.working) == pytest.approx(one(few.unit_elements["embedding"]) * (2 + 4))
 
 
 def test_gradients_that_are_allocated_lazily_meet_few_activations():

@@ -16,6 +16,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.models import build
 from meshwright.models.loss import IGNORED, cross_entropy
 from meshwright.parallel.tensor import styles as tensor
+from meshwright.parallel.tensor import vocabulary
 from meshwright.parallel.tensor.split import matches
 from meshwright.parallel.tensor.tables import table_of
 from meshwright.parallel.tensor.vocabulary import cross_entropy as split_cross_entropy
@@ -276,6 +277,29 @@ def test_a_token_outside_the_vocabulary_raises_as_on_one_device(token, vocabular
     with pytest.raises(MeshwrightError, match=f"MW-TP-010: target {token}"):
         split_cross_entropy(torch.zeros(1, 2, 4), torch.tensor([[IGNORED, token]]), 0, vocabulary, None)
     assert embed(torch.tensor([[0, vocabulary - 1]]), weight, 0, vocabulary).shape == (1, 2, 3)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_of_split_logits_keeps_them_in_their_dtype(compiled, monkeypatch):
+    """The gradient is that of torch's loss of float32 logits; no tensor of all logits in float32 waits for backward."""
+    monkeypatch.setattr(vocabulary.exchange, "all_reduce", lambda x, group, operation="sum": x)
+    logits = random((24, 16), 3).bfloat16().requires_grad_()
+    target = torch.arange(24) % 16
+    expected = torch.nn.functional.cross_entropy(logits.float(), target, reduction="sum")
+    (gradient,) = torch.autograd.grad(expected, logits)
+    sizes: list[int] = []
+
+    def pack(tensor):
+        sizes.append(tensor.numel() * (tensor.dtype == torch.float32))
+        return tensor
+
+    loss = vocabulary.sum_of_losses
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = (torch.compile(loss, backend="aot_eager") if compiled else loss)(logits[None], target[None], 0, None)
+    found.backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(logits.grad, gradient)
+    assert max(sizes) <= 24
 
 
 def test_boundaries_cover_without_overlap():

@@ -99,10 +99,11 @@ class Moment(NamedTuple):
     saved: Array  # for backward
     working: Array
     gradients: Array = 0.0  # of parameters
+    gathered: Array = 0.0  # weights of ZeRO-3
 
     @property
     def total(self) -> Array:
-        return self.saved + self.working + self.gradients
+        return self.saved + self.working + self.gradients + self.gathered
 
 
 def fullest(moments: list[Moment]) -> Moment:
@@ -124,29 +125,38 @@ def loss_moment(program: StepProgram, rank: RankProgram) -> Moment:
         for block in AFTER_LAYERS
         if block in program.saved
     )
-    return Moment(head, rank.counts["head"] * _loss_bytes(program))
+    return Moment(head, rank.counts["head"] * _loss_bytes(program), gathered=gathered_memory(program, rank))
 
 
-def layer_moment(program: StepProgram) -> Moment:
+def layer_moment(program: StepProgram, rank: RankProgram) -> Moment:
     """Memory that only the backward of a layer needs: its gradients of activations, and with full recompute the tensors that its forward saved again.
 
     The gradients of the inputs and of the outputs of the widest product exist together. A backward that reuses the memory of saved tensors
-    allocates one of them, of one column: the gradient of the input of the down projection, which the others replace. On a GPU it was measured
-    not to reuse the tensors of a layer that was run again: there every column has a separate gradient."""
+    allocates one of them, of one column: the gradient of the input of the down projection, which the others replace. With offloaded activations
+    it was measured not to reuse the tensors of a layer that was run again: there every column has a separate gradient."""
     b, m, e = program.batch, program.batch.model, program.element
     columns = 2 if m.gated else 1
     experts = 2 * m.top_k * m.expert_width * columns
     widest: Array = max(2 * m.ffn * columns, experts, 6 * m.hidden, 2 * m.linear.projected)
     if b.stack.reuses_saved:  # routed experts are not compiled
         once, each = (max(m.ffn * copies, experts, m.linear.projected) for copies in (1, 1 + columns))
-        widest = np.where(b.reruns_layers, each, once)
+        widest = np.where(b.reruns_layers & b.offload_activations, each, once)
     scores: Array = 0.0
     if (
         b.stack.attention == "stored"
     ):  # their gradient; of an unfused softmax, in fp32 and before it or after it in 16 bits
         scores = m.heads * b.seq * (e if "softmax" in b.stack.fused else 4 + e)
     flow = b.tokens * (2 * m.hidden * e + np.maximum(widest * e, scores) / b.tp) + program.tile
-    return Moment(np.where(b.reruns_layers, program.transient, 0.0), flow)
+    return Moment(
+        np.where(b.reruns_layers, program.transient, 0.0), flow, gathered=gathered_memory(program, rank, layers=True)
+    )
+
+
+def embedding_moment(program: StepProgram, rank: RankProgram) -> Moment:
+    """The end of backward under ZeRO-3: the gradient of the embedding's unit and the copy of it that is reduced; its weights are freed."""
+    b = program.batch
+    size = rank.counts.get("embedding", 0.0) * program.unit_elements.get("embedding", 0.0)
+    return Moment(0.0, np.where(b.zero == 3, size * (b.param_bytes + b.comm_bytes), 0.0))
 
 
 def reduction_moments(program: StepProgram, rank: RankProgram) -> list[Moment]:
@@ -156,16 +166,17 @@ def reduction_moments(program: StepProgram, rank: RankProgram) -> list[Moment]:
     on = (b.zero >= 2) & b.reduce_each & (b.size("shard_cp") > 1)
     unit = _largest(program, rank, {block: groups["dense"].updated for block, groups in program.loads.items()}) * b.wrap
     freed = rank.kept / np.maximum(sum(rank.counts[kind] for kind in b.model.kinds), 1.0)
-    layer, flow = layer_moment(program), 2 * b.tokens * b.model.hidden * program.element
+    layer, flow = layer_moment(program, rank), 2 * b.tokens * b.model.hidden * program.element
     if b.stack.flat_shards:  # their buffer is in `bucket_memory`
         return []
     if not b.stack.gradient_views:
-        return [layer._replace(working=layer.working + unit_gradients(program, rank))]
+        reduced = layer._replace(working=layer.working + unit_gradients(program, rank))
+        return [reduced, embedding_moment(program, rank)._replace(saved=-rank.kept)]
     moments = [
         Moment(-freed, flow + unit * (b.param_bytes + b.comm_bytes)),
         Moment(layer.saved - freed, layer.working + unit * b.comm_bytes),
     ]
-    return [Moment(np.where(on, m.saved, 0.0), np.where(on, m.working, 0.0)) for m in moments]
+    return [Moment(np.where(on, m.saved, 0.0), np.where(on, m.working, 0.0), gathered=layer.gathered) for m in moments]
 
 
 def unit_gradients(program: StepProgram, rank: RankProgram) -> Array:
@@ -183,16 +194,15 @@ def _largest(program: StepProgram, rank: RankProgram, sizes: dict[str, Array]) -
     return np.maximum.reduce([program.batch.full(size) for size in here])
 
 
-def temporary_memory(program: StepProgram, rank: RankProgram) -> tuple[Array, Array]:
-    """Return saved and working bytes that only one part of backward needs: the larger of the loss and of one layer."""
+def temporary_memory(program: StepProgram, rank: RankProgram) -> Moment:
+    """Bytes that only one part of backward needs: the loss, a layer, or the reduction of a unit."""
     b = program.batch
     if b.model.kind == "counts":
         layer = np.where(b.reruns_layers, program.transient, 0.0)
-        return loss_moment(program, rank).saved + layer, np.zeros(b.n)
-    moments = [layer_moment(program), loss_moment(program, rank)]
+        return Moment(loss_moment(program, rank).saved + layer, np.zeros(b.n), gathered=gathered_memory(program, rank))
+    moments = [layer_moment(program, rank), loss_moment(program, rank)]
     moments += reduction_moments(program, rank) if present(b.zero >= 2) else []
-    peak = fullest(moments)
-    return peak.saved, peak.working
+    return fullest(moments)
 
 
 def lazy_moment(program: StepProgram, rank: RankProgram, gradients: Array) -> Moment:
@@ -203,10 +213,11 @@ def lazy_moment(program: StepProgram, rank: RankProgram, gradients: Array) -> Mo
         loss          all activations, no gradient
         last layer    all activations, the gradients of the head
         first layer   its activations, the gradients of all layers after it and of the head
+        embedding     no activations, all gradients, and copies of the embedding's under ZeRO-3
         update        no activations, all gradients
     """
     b = program.batch
-    saved, loss, layer = rank.kept, loss_moment(program, rank), layer_moment(program)
+    saved, loss, layer = rank.kept, loss_moment(program, rank), layer_moment(program, rank)
     counts = {block: rank.counts[block] for block in program.parameters}
     sizes = {block: counts[block] * sum(program.parameters[block].values()) for block in counts}
     share = {block: gradients * size / np.maximum(sum(sizes.values()), 1.0) for block, size in sizes.items()}
@@ -217,9 +228,10 @@ def lazy_moment(program: StepProgram, rank: RankProgram, gradients: Array) -> Mo
     after_first = head + sum(share[block] for block in layers) * (1 - 1 / number)
     return fullest(
         [
-            Moment(saved + loss.saved, loss.working, np.zeros(b.n)),
-            Moment(saved + layer.saved, layer.working + unit_gradients(program, rank), head),
-            Moment(one + layer.saved, layer.working, after_first),
+            loss._replace(saved=saved + loss.saved),
+            Moment(saved + layer.saved, layer.working + unit_gradients(program, rank), head, layer.gathered),
+            Moment(one + layer.saved, layer.working, after_first, layer.gathered),
+            embedding_moment(program, rank)._replace(gradients=gradients),
             Moment(np.zeros(b.n), np.zeros(b.n), gradients),
         ]
     )
@@ -273,19 +285,23 @@ def _add_compression(program: StepProgram, rank: RankProgram, out: dict[str, Arr
     out["working"] = out["working"] + np.maximum(together - live, 0.0)
 
 
-def gathered_memory(program: StepProgram, rank: RankProgram) -> Array:
-    """ZeRO-3: the gathered weights of the running layer and the prefetched one (of all layers if forward does not free them). The unsharded
-    gradient of a unit is in `reduction_moments`, or in the buffer of flat shards."""
+def gathered_memory(program: StepProgram, rank: RankProgram, layers: bool = False) -> Array:
+    """ZeRO-3: the gathered weights of the running unit and the prefetched one, or the buffer of the gather that it was copied from (of all layers if
+    forward does not free them). `layers`: while a layer computes and the head is freed. The unsharded gradient of a unit is in
+    `reduction_moments`, or in the buffer of flat shards."""
     b = program.batch
     if not present(b.zero == 3):
         return np.zeros(b.n)
 
-    largest, copies = _largest(program, rank, program.gathered), np.where(b.prefetch, 2.0, 1.0)
+    blocks = program.gathered
+    if layers and not b.stack.gradient_views:
+        blocks = {block: size for block, size in blocks.items() if block not in ENDS}
+    largest, copies = _largest(program, rank, blocks), np.where(b.prefetch, 2.0, 1.0)
     units = copies * largest
     if b.stack.root_unit:  # gathered beside the layers in the whole of backward
         ends = {end: rank.counts[end] * program.gathered[end] for end in ENDS if end in program.gathered}
-        layers = {block: size for block, size in program.gathered.items() if block not in ENDS}
-        units = copies * _largest(program, rank, layers) + sum(ends.values())
+        inner = {block: size for block, size in program.gathered.items() if block not in ENDS}
+        units = copies * _largest(program, rank, inner) + sum(ends.values())
     elif b.stack.gradient_views and b.model.tied:  # the ends of the model are one unit, which stays gathered as well
         both = rank.counts["embedding"] * rank.counts["head"] * program.gathered["embedding"]
         units = units + np.where(both < largest, both, 0.0)
@@ -296,10 +312,10 @@ def memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
     """Peak bytes of one rank by part; they sum to the peak."""
     b = program.batch
     out = state_memory(program, rank)
-    saved, working = temporary_memory(program, rank)
-    out["activations"] = rank.kept + saved
-    out["gathered"] = gathered_memory(program, rank)
-    out["working"] = working + bucket_memory(program, rank) + message_memory(program, rank) + b.stack.workspace
+    peak = temporary_memory(program, rank)
+    out["activations"] = rank.kept + peak.saved
+    out["gathered"] = peak.gathered
+    out["working"] = peak.working + bucket_memory(program, rank) + message_memory(program, rank) + b.stack.workspace
     if b.model.adapter.base != "plain":
         out["working"] = out["working"] + _largest(program, rank, program.unpacked)
     if b.compresses:
@@ -312,9 +328,9 @@ def memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
             b.units & (b.zero >= 2)
         )  # the shards of a unit's gradients come when it is reduced
         lazy, lazy_peak = (b.microbatches == 1) & once, lazy_moment(program, rank, out["gradients"])
-        for part, size in (("activations", lazy_peak.saved), ("gradients", lazy_peak.gradients)):
-            out[part] = np.where(lazy, size, out[part])
-        out["working"] = np.where(lazy, out["working"] - working + lazy_peak.working, out["working"])
+        for part, size in zip(("activations", "working", "gradients", "gathered"), lazy_peak, strict=True):
+            more = out["working"] - peak.working if part == "working" else 0.0
+            out[part] = np.where(lazy, size + more, out[part])
     groups = sum((b.size(axis) > 1) * 1.0 for axis in ("tp", "cp", "pp", "dp", "ep"))
     live = out["activations"] + out["gathered"] + out["working"]
     out["slack"] = b.stack.allocator_slack * live

@@ -74,6 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(dz, weight_VH, out=dx_TH[rows])
             if trains_weight:
                 dw_VH = add_product(dw_VH, dz.t(), x_TH[rows])
+            del dz  # before the next chunk is allocated
         ctx.save_for_backward(dx_TH, dw_VH)
         ctx.dtype = weight_VH.dtype
         return total * factor

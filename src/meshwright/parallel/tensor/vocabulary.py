@@ -5,7 +5,8 @@
 
 Each rank has the logits of its part of the vocabulary. The maximum takes one all-reduce, the sum of exponentials and the
 target's logit another, of one and of two numbers per token: 3·T values instead of the T·V of gathered logits. The
-gradient, softmax(z) − onehot(t), needs no communication: each rank computes its own columns.
+gradient, softmax(z) − onehot(t), needs no communication: each rank computes its own columns. Backward computes the softmax again from the logits,
+which are in 16 bits, and the two numbers per token; a compiled loss then has no tensor of T·V numbers in float32.
 
 A token outside the vocabulary is on no rank: the embedding would silently be zero. On a CPU it is checked, as
 `F.embedding` does on one device; on a GPU the check would make the host wait for the device, so there it is not made.
@@ -56,21 +57,22 @@ class _CrossEntropy(torch.autograd.Function):
         local_T = target_T - start
         mine_T = valid_T & (local_T >= 0) & (local_T < logits_TV.shape[1])
         local_T = local_T.masked_fill(~mine_T, 0)
-        largest_T = exchange.all_reduce(logits_TV.amax(1), group, "max")
-        shifted_TV = logits_TV - largest_T[:, None]
+        wide = at_least_single(logits_TV.dtype)
+        largest_T = exchange.all_reduce(logits_TV.amax(1).to(wide), group, "max")
+        shifted_TV = logits_TV.to(wide) - largest_T[:, None]
         picked_T = shifted_TV.gather(1, local_T[:, None])[:, 0].masked_fill(~mine_T, 0.0)
-        exponential_TV = shifted_TV.exp_()
-        total_T, picked_T = exchange.all_reduce(torch.stack((exponential_TV.sum(1), picked_T)), group)
-        probability_TV = exponential_TV.div_(total_T[:, None])
-        ctx.save_for_backward(probability_TV, local_T, mine_T, valid_T)
+        total_T, picked_T = exchange.all_reduce(torch.stack((shifted_TV.exp_().sum(1), picked_T)), group)
+        ctx.save_for_backward(logits_TV, largest_T, total_T, local_T, mine_T, valid_T)
         return ((total_T.log() - picked_T) * valid_T).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        probability_TV, local_T, mine_T, valid_T = ctx.saved_tensors
-        gradient_TV = probability_TV.scatter_add(1, local_T[:, None], -mine_T[:, None].to(probability_TV.dtype))
-        return gradient_TV.mul_((valid_T * gradient)[:, None]), None, None, None
+        logits_TV, largest_T, total_T, local_T, mine_T, valid_T = ctx.saved_tensors
+        gradient_TV = (logits_TV.to(total_T.dtype) - largest_T[:, None]).exp_().div_(total_T[:, None])
+        columns_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
+        gradient_TV.add_((columns_V == local_T[:, None]) & mine_T[:, None], alpha=-1)
+        return gradient_TV.mul_((valid_T * gradient)[:, None]).to(logits_TV.dtype), None, None, None
 
 
 def cross_entropy(logits_BSV: Tensor, target_BS: Tensor, start: int, vocabulary: int, group: ProcessGroup) -> Tensor:
@@ -86,5 +88,4 @@ def check_targets(target_BS: Tensor, vocabulary: int) -> None:
 
 def sum_of_losses(logits_BSV: Tensor, target_BS: Tensor, start: int, group: ProcessGroup) -> Tensor:
     """The loss without the check of its targets, which a compiled graph cannot contain."""
-    wide = logits_BSV.flatten(0, 1).to(at_least_single(logits_BSV.dtype))
-    return _CrossEntropy.apply(wide, target_BS.flatten(), start, group)
+    return _CrossEntropy.apply(logits_BSV.flatten(0, 1), target_BS.flatten(), start, group)
