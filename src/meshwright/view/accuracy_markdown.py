@@ -322,8 +322,8 @@ measured, half of the peak FLOP/s and nine tenths of the bandwidth (`benchmarks/
 $ meshwright validate RUNS.csv --beside PREDICTIONS.csv
 ```
 
-RUNS.csv has the columns of the published runs (at least `file,row_id,model,gpu_type,gpus,tp,pp,global_batch,seq_len,step_time_s`), PREDICTIONS.csv has
-`row_id,tool,step_time_s`. `benchmarks/torchtitan.csv` has torchtitan's published tables in this form; they are in no fit.
+RUNS.csv has the columns of the published runs (at least `file,row_id,model,gpu_type,gpus,tp,pp,global_batch,seq_len,step_time_s`), PREDICTIONS.csv
+has `row_id,tool,step_time_s`. `benchmarks/torchtitan.csv` has torchtitan's published tables in this form; they are in no fit.
 
 """
 QUOTES = """
