@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from meshwright.calibrate.runs import beside, rows, validate
+from meshwright.calibrate.runs.accuracy import runs
 from meshwright.calibrate.runs.left_out import half_of, halves, responding
 from meshwright.errors import MeshwrightError
 
@@ -166,6 +167,24 @@ def test_recipes_for_fine_tuning_pack_short_documents():
         c = rows.case(row(task=task, file="megatron_bridge_perf_summary"))
         assert c.workload.lengths == lengths
         assert any(words == "documents: packed, 190 tokens each" for words in c.assumed) == bool(lengths)
+
+
+def test_published_runs_with_adapters_are_predicted():
+    """Nine runs of NeMo and Megatron-Bridge with their sequence lengths, and four whose tokens/s and step times tell it."""
+    scored = [o for o in validate.predict_rows(r for r in runs() if r["task"] == "lora") if not o.refused]
+    score = validate.score(scored)
+    assert score.rows == 13
+    assert (score.median, score.p90) < (0.10, 0.15)
+    assert score.inside_band == 1.0
+
+
+def test_the_sequence_length_of_a_rate():
+    run = {"seq_len": "", "step_time_s": "9.118", "global_batch": "32", "gpus": "8"}
+    c = rows.case(row(**run, tokens_per_s_per_gpu="1796.875"))
+    assert c.workload.seq == 4096
+    assert "sequence length: 4096, tokens/s × step time / batch" in c.assumed
+    assert "sequence length" in rows.case(row(**run, tokens_per_s_per_gpu="1820")).refused
+    assert "sequence length" in rows.case(row(**run)).refused
 
 
 def test_runs_that_may_have_stalled_need_no_response():

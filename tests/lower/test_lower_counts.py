@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from lower.cases import ALL, COUNTS, GPT, GQA, MLA, MOE, STORED, WORK, flops, lowered, one, plans
 from meshwright.describe import catalog
+from meshwright.describe.adapter import Adapter
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
@@ -193,6 +194,16 @@ def test_a_plain_dispatch_sorts_tokens_twice():
 def test_block_formats_quantise_inputs_and_gradients_of_outputs(precision, size):
     """The rows of a product times its inner dimension: the input in forward, the gradient of the output in backward."""
     program = lowered(GQA, WORK.but(precision=precision), microbatch=2)
+    ops = [op for phase in "FI" for op in program.blocks["dense", phase]]
+    operands = sum(one(op.shape[1] * op.shape[3]) for op in ops if op.kind == "gemm" and not op.dtype)
+    assert sum(one(op.bytes) for op in ops if op.name.endswith("quantise")) == pytest.approx(size * operands)
+
+
+@pytest.mark.parametrize(("precision", "size"), [("mxfp8", 3.0), ("fp4", 4.5)])
+def test_block_formats_write_one_copy_beside_a_frozen_weight(precision, size):
+    """The second copy is read by the gradient of the weight."""
+    frozen = GQA.but(adapter=Adapter(rank=4, targets=("q_proj",)))
+    program = lowered(frozen, WORK.but(precision=precision), microbatch=2)
     ops = [op for phase in "FI" for op in program.blocks["dense", phase]]
     operands = sum(one(op.shape[1] * op.shape[3]) for op in ops if op.kind == "gemm" and not op.dtype)
     assert sum(one(op.bytes) for op in ops if op.name.endswith("quantise")) == pytest.approx(size * operands)

@@ -27,8 +27,8 @@ from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import degrees
 from meshwright.lower.program import NARROW, Array, Op, present
 
-# Bytes that quantise an element to blocks: 16 bits are read, two copies written. fp4 also has a scale for the tensor, whose maximum is read first.
-BLOCK_BYTES = {"mxfp8": 4.0, "fp4": 5.0}
+# Bytes read to quantise an element to blocks, and those of a copy. fp4 also has a scale for the tensor, whose maximum is read first.
+BLOCK_BYTES = {"mxfp8": (2.0, 1.0), "fp4": (4.0, 0.5)}
 # The matrices of products that are named otherwise, or join several; `q-latents`: what reads the gathered latents.
 JOINED = {
     "qkv": ("q", "k", "v", "gate"),
@@ -218,15 +218,17 @@ class BlockBuilder:
             self.memory("W", f"{name}-accumulate", part, weights, e + 2 * self.b.grad_bytes, launches)
         precision = self.b.workload.precision
         if precision in BLOCK_BYTES and not dtype:
-            self.quantise_blocks(name, part, BLOCK_BYTES[precision], products * m * k, products * m * n)
+            read, copy = BLOCK_BYTES[precision]
+            size = read + copy * (2 if trained else 1)
+            self.quantise_blocks(name, part, size, products * m * k, products * m * n)
         elif precision == "fp8" and self.b.stack.fp8_passes and not dtype:
             weights = weights if self.fp8_base else products * k * n
             self.quantise(name, part, products * m * k, products * m * n, weights, trained > 0)
 
     def quantise_blocks(self, name: str, part: str, size: float, inputs: Array, outputs: Array) -> None:
         """Add the passes that bring the input and the gradient of the output of a product to a format with a scale per block. The blocks of a
-        product and of the gradient of its weight lie along other dimensions, so one kernel reads 16 bits and writes both copies. Weights are
-        quantised once a step."""
+        product and of the gradient of its weight lie along other dimensions, so one kernel reads 16 bits and writes both copies; beside a frozen
+        weight only the first (Transformer Engine's module/linear.py: columnwise=backward_needs_input). Weights are quantised once a step."""
         for phase, elements in (("F", inputs), ("I", outputs)):
             self.memory(phase, f"{name}-quantise", part, elements, size, 2)
 

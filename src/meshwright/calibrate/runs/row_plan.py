@@ -6,7 +6,7 @@ The cluster of a published run: the catalog's cluster for its card and network.
 import re
 from dataclasses import dataclass
 
-from meshwright.calibrate.runs.row_model import PublishedRun, integer, refusal
+from meshwright.calibrate.runs.row_model import PublishedRun, integer, number, refusal
 from meshwright.describe import catalog
 from meshwright.describe.catalog import accelerator_of
 from meshwright.describe.cluster import Cluster
@@ -96,6 +96,7 @@ PRECISIONS = {"bf16": "bf16", "16bit": "bf16", "fp16": "fp16", "fp8": "fp8", "mx
 DDP_BUCKET = 25 * 2.0**20  # bytes of 16-bit parameters
 SIMILAR = 0.8  # a schedule with this share of the published virtual stages is predicted in its place
 WIDTHS = {"fp32": 4.0}
+ROUNDING = 1e-3  # of published rates and step times
 
 # NVIDIA's recipes for fine-tuning pack SQuAD (NeMo's llama3_8b.py, packed_sequence_specs in performance mode; Megatron-Bridge's perf_recipes,
 # offline_packing_specs) with masks between documents: a paragraph of about 750 characters, a question and an answer.
@@ -146,7 +147,7 @@ def _degrees(c: PublishedRun, gpus: int) -> RowDegrees:
 
 def _workload(c: PublishedRun) -> Workload:
     r = c.row
-    batch, seq = integer(r["global_batch"]), integer(r["seq_len"])
+    batch, seq = integer(r["global_batch"]), integer(r["seq_len"]) or _sequence_of_rate(c)
     if not batch or not seq or "token" in r["global_batch"]:
         raise refusal("the batch or the sequence length is not published")
     if not r["dtype"] or r["dtype"] not in PRECISIONS:
@@ -156,6 +157,21 @@ def _workload(c: PublishedRun) -> Workload:
         c.assumed.append(f"documents: packed, {PACKED_DOCUMENT} tokens each")
         return workload.but(lengths=(PACKED_DOCUMENT,))
     return workload
+
+
+def _sequence_of_rate(c: PublishedRun) -> int:
+    """The sequence length that the published tokens/s and step time have in common: a multiple of 128, up to rounding; else 0."""
+    rate, seconds, batch, gpus = (
+        number(c.row[name]) for name in ("tokens_per_s_per_gpu", "step_time_s", "global_batch", "gpus")
+    )
+    if not (rate and seconds and batch and gpus):
+        return 0
+    length = rate * gpus * seconds / batch
+    seq = 128 * round(length / 128)
+    if not seq or abs(length / seq - 1) > ROUNDING:
+        return 0
+    c.assumed.append(f"sequence length: {seq}, tokens/s × step time / batch")
+    return seq
 
 
 def _assumption(what: str, value: str, published: str) -> str:
