@@ -9,6 +9,7 @@ import pytest
 from meshwright import api
 from meshwright.cli import main
 from meshwright.cost.closed_forms import model_cache
+from meshwright.cost.collective import CollectiveTimes
 from meshwright.describe.catalog import load
 from meshwright.errors import MeshwrightError
 from meshwright.view.json_schema import output_schema
@@ -38,6 +39,44 @@ def test_published_bytes_of_a_token():
     """Zhao et al. 2025, "Insights into DeepSeek-V3" (arXiv 2505.09343), table 1: KV cache per token in bf16."""
     published = {"deepseek-v3": 70_272, "qwen2.5-72b": 327_680, "llama3.1-405b": 516_096}
     assert {name: model_cache(load("models", name), 1) for name in published} == published
+
+
+# deepseek-ai/DeepEP, docs/legacy.md at 0297fc80: seconds of combining 128 tokens of 8 experts (bf16, 7168 wide) by its low-latency kernels, H800
+# with a card of 400 Gb/s each, by expert-parallel ranks.
+COMBINED = {8: 114e-6, 16: 195e-6, 32: 273e-6, 64: 314e-6, 128: 369e-6, 256: 360e-6}
+
+
+def exchanges(ep, sequences, cluster="dgx-h800"):
+    """DeepSeek-V3 by expert parallelism alone, and the seconds of one message of its tokens."""
+    settings = [f"plan.replicate={ep}", f"plan.ep={ep}", "workload.precision=fp8"]
+    d = api.decode("deepseek-v3", cluster, gpus=ep, seq=4096, set=settings)
+    program = d.tokens_program((sequences,))
+    network = CollectiveTimes(d.config.cluster, program.batch)
+    combine = next(op for op in program.blocks["moe", "F"] if op.name == "combine")
+    return d, float(d._message_time(network, combine)[0])
+
+
+def test_published_times_of_exchanges_of_few_tokens():
+    """Inside a node theirs goes through the network cards as well: ours is 30% faster."""
+    errors = {ep: exchanges(ep, 128)[1] / seconds - 1 for ep, seconds in COMBINED.items()}
+    assert errors.pop(8) == pytest.approx(-0.3, abs=0.05)
+    assert max(map(abs, errors.values())) < 0.1
+
+
+@pytest.mark.parametrize(("cluster", "ep", "limit_s"), [("dgx-h800", 256, 14.76e-3), ("gb200-nvl72", 64, 0.82e-3)])
+def test_published_limit_of_decoding(cluster, ep, limit_s):
+    """arXiv 2505.09343, section 2.3.2: twice 32 tokens of each device, an expert on each, 9 copies of 7K numbers, one byte there and two back, at
+    the full rate of a 400 Gb/s card (50 GB/s) or of NVL72 (900 GB/s), in 61 layers. Our 64 tokens take no less: we send 8 copies, two bytes
+    there and two back, in 58 layers, at the rate that links reach."""
+    d, combine_s = exchanges(ep, 64, cluster)
+    spent = d.rows((64,))[0].parts_s["communication"]
+    assert spent > limit_s
+    model, network = d.config.model, d.config.cluster
+    inside = min(network.node_size, ep)
+    level, peers = (0, ep - 1) if inside == ep else (1, ep - inside)
+    rate, sent = network.device_bandwidth(level), 2 * 2 * 64 * model.top_k * model.hidden * peers / ep
+    assert 58 * sent / rate < spent < 58 * (sent / rate + 4e-5)
+    assert combine_s < 0.55 * spent / 58
 
 
 def test_a_token_reads_the_weights_once_and_its_own_cache():

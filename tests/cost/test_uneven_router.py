@@ -36,7 +36,10 @@ def test_the_published_model() -> None:
 
 def test_an_even_router_is_inside_the_band() -> None:
     even = predicted(1)
-    assert even.step_time_low_s < EVEN_S < even.step_time_high_s
+    low, high = even.step_time_low_s, even.step_time_high_s
+    assert low is not None
+    assert high is not None
+    assert low < EVEN_S < high
     assert even.step_time_s == pytest.approx(EVEN_S, rel=0.25)
     assert even.fits
 

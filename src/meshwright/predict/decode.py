@@ -216,14 +216,20 @@ class Decoding:
         return parts, (arithmetic, traffic)
 
     def _message_time(self, network: CollectiveTimes, op: Op) -> Array:
-        """Seconds of a collective. Inside a node a small all-reduce has a faster form than a library's: one kernel in which each rank reads the
-        buffers of all others, between two signals (α) that they are ready and free again."""
+        """Seconds of a collective. Small messages have a faster form than a library's: one kernel in which each rank reads the buffers of all
+        others (all-reduce inside a node) or writes to them (all-to-all), between two signals (α) that they are ready and free again."""
         cluster, seconds, ranks = self.config.cluster, network.time(op), network.batch.size(op.axis)
-        if op.collective != "all_reduce" or float(np.max(ranks)) > cluster.node_size:
+        if op.collective == "all_to_all":
+            level, inside = network.level(op.axis), ranks / network.nodes(op.axis)
+            near = (inside - 1) / ranks * op.message_bytes / cluster.device_bandwidth(0)
+            far = (ranks - inside) / ranks * op.message_bytes / cluster.device_bandwidth(level)
+            one_kernel = np.maximum(near, far)
+        elif op.collective == "all_reduce" and float(np.max(ranks)) <= cluster.node_size:
+            level, one_kernel = 0, (ranks - 1) * op.message_bytes / cluster.device_bandwidth(0)
+        else:
             return seconds
-        start = cluster.accelerator.efficiency.floor + 2 * cluster.levels[0].link.alpha
-        one_shot = start + (ranks - 1) * op.message_bytes / cluster.device_bandwidth(0)
-        return np.where(ranks > 1, np.minimum(seconds, one_shot), seconds)
+        start = cluster.accelerator.efficiency.floor + 2 * cluster.levels[level].link.alpha
+        return np.where(ranks > 1, np.minimum(seconds, start + one_kernel), seconds)
 
     def _read(self, program: StepProgram, op: Op, last_only: bool) -> Op:
         """An operation with the weights that are read: in their own dtype, and of experts only those that a token chose."""
