@@ -51,6 +51,7 @@ def data(subject: Subject) -> Json:
             }
             for part in ordered(p.exposed_s)
         ],
+        "groups": [{"part": part, "s": s} for part, s in grouped(p.exposed_s).items()],
         "compute_s": grouped(p.exposed_s).get("compute", 0.0),
         "communication_s": total,
         "exposed_s": exposed,

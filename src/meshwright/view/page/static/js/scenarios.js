@@ -58,7 +58,7 @@ export async function draw(element) {
   clear(element).append(h("h2", null, "Scenarios"));
   const titles = ["Step time by part", "Memory of the fullest GPU"], [time, room] = titles.map((title) => panel(title, null));
   element.append(h("div", { class: "columns", hidden: !drawn.length }, time, room), panel(null, null, compared(list, catalog)));
-  chart(time, titles[0], drawn, "s", (one) => one.waterfall.data.overlap.rows.find((row) => row.name === "this plan").parts.map((p) => ({ value: p.s, ...part.step(p.part), formula: `${one.name}\n${part.NAMES[p.part] ?? p.part} ${format.seconds(p.s)}`, name: part.NAMES[p.part] ?? p.part })), (one) => format.seconds(one.data.step_time_s));
+  chart(time, titles[0], drawn, "s", (one) => one.waterfall.data.groups.map((p) => ({ value: p.s, ...part.step(p.part), formula: `${one.name}\n${part.NAMES[p.part]} ${format.seconds(p.s)}`, name: part.NAMES[p.part] })), (one) => format.seconds(one.data.step_time_s));
   chart(room, titles[1], drawn, "GiB", (one) => one.memory.data.stages[one.memory.data.fullest].parts.map((p) => ({ value: p.gib, ...part.memory(p.name), formula: `${one.name}\n${p.name} ${format.gib(p.gib)}`, name: p.name })), (one) => format.gib(one.data.memory_gib), (one) => one.data.memory_limit_gib);
   save.attach(element, "scenarios");
   link(element);
