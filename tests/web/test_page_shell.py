@@ -194,6 +194,12 @@ def test_the_workspace_plan(server: str, open_page: Open) -> None:
     again = open_page(page.url)
     assert again.locator("#scenarios tr", has_text="plan.tp").locator("mark").inner_text() == "2"
     assert page.locator("#view[data-view=overview] .advice li").count() > 0
+    moe = open_page(server + "/" + SMALL.replace("tiny", "tiny-moe", 1).replace("view=overview", "") + "&view=experts")
+    settled(moe)
+    table = moe.get_by_role("region", name="Step, memory and dropped copies by imbalance")
+    assert table.locator("tbody tr").count() == 5
+    table.get_by_role("button", name="Use imbalance 2").click()
+    until(moe, "location.hash.includes('workload.imbalance=2')")
 
 
 def test_scenarios_are_opened_renamed_and_at_most_eight(server: str, open_page: Open) -> None:

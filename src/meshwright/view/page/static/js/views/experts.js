@@ -15,8 +15,8 @@ export const view = {
     const effect = panel("What the load changes", "Imbalance is the load of the busiest rank over the mean.");
     element.append(h("div", { class: "columns" }, load, effect));
     histogram(load, data);
-    const number = (title, key, text) => ({ title, key, text, align: "right" });
-    effect.append(table([number("imbalance", "imbalance", (v) => format.number(v)), number("step", "step_time_s", format.seconds), number("memory", "memory_gib", format.gib), number("dropped copies", "dropped_share", (v) => format.percent(v))],
+    const number = (title, key, text) => ({ title, key, text: (value) => text(value), align: "right" });
+    effect.append(table([number("imbalance", "imbalance", format.number), number("step", "step_time_s", format.seconds), number("memory", "memory_gib", format.gib), number("dropped copies", "dropped_share", format.percent)],
       data.rows, { name: "Step, memory and dropped copies by imbalance", chosen: (r) => r.now, onrow: context.live ? (r) => context.update({ "workload.imbalance": r.imbalance, "workload.loads": null }) : null, rowLabel: (r) => `Use imbalance ${format.number(r.imbalance)}` }));
   },
 };
