@@ -79,7 +79,7 @@ def test_a_size_shows_what_estimate_says(model, recompute, more):
                 assert choice["more_gib"] == pytest.approx(other.memory_gib - now.memory_gib, rel=1e-6, abs=1e-9)
                 assert choice["fits"] == other.fits
                 priced.add(path)
-    special = {"workload.imbalance", "adapter.rank", "adapter.base"} if more else set()
+    special = {"workload.imbalance", "adapter.rank", "adapter.base", "adapter.targets"} if more else set()
     assert priced == {"cluster.gpus", "workload.batch", "workload.seq", "workload.precision"} | special
 
 

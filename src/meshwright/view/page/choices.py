@@ -141,9 +141,16 @@ def sizes(config: Config, plan: PlanFields, legal_plan: Plan | None) -> tuple[di
         is_knob = field not in ("optimizer", "scaling")
         out[f"workload.{field}"] = [choice(v, w.but(**{field: v}), is_knob=is_knob) for v in values]
     if adapter.rank:
-        fields: dict[str, list[Any]] = {"rank": sorted({*RANKS, adapter.rank}), "base": ["plain", *PACKINGS]}
+        targets = list(dict.fromkeys(((), ("all-linear",), tuple(adapter.targets))))
+        fields: dict[str, list[Any]] = {
+            "rank": sorted({*RANKS, adapter.rank}),
+            "base": ["plain", *PACKINGS],
+            "targets": targets,
+        }
         for field, values in fields.items():
-            out[f"adapter.{field}"] = [choice(v, model=model.but(adapter=adapter.but(**{field: v}))) for v in values]
+            out[f"adapter.{field}"] = [
+                choice(plain(v), model=model.but(adapter=adapter.but(**{field: v}))) for v in values
+            ]
     return out, effects
 
 

@@ -102,7 +102,7 @@ const sized = (path, label, read, text) => follow(chips(label, about(...path.spl
 const gpus = () => state.at("cluster.gpus") ?? choices?.world ?? 0;
 const hasSequence = () => !choices || "workload.seq" in choices.sizes;
 const ofWorkload = (field, label, widget = words) => follow(widget(label, about("workload", field), choose(`workload.${field}`), {}), () => sizeOf(`workload.${field}`, () => workload(field)));
-const ofAdapter = (field, label) => when(() => adapter("rank"), follow(chips(label, about("adapter", field), choose(`adapter.${field}`)), () => sizeOf(`adapter.${field}`, () => adapter(field))));
+const ofAdapter = (field, label, widget = chips, text = String) => when(() => adapter("rank"), follow(widget(label, about("adapter", field), choose(`adapter.${field}`), { text }), () => sizeOf(`adapter.${field}`, () => adapter(field))));
 /** A node that is shown only where a condition holds. */
 function when(condition, node) {
   widgets.push(() => { node.hidden = !condition(); });
@@ -122,7 +122,8 @@ function knobs() {
     when(() => (choices?.fields.ep?.length ?? 1) > 1, degree("ep", "Expert parallel, ep")),
     degree("microbatch", "Micro-batch, samples"),
     when(() => choices?.sizes["workload.imbalance"], ofWorkload("imbalance", "Expert imbalance: busiest rank over the mean", chips)),
-    ofAdapter("rank", "Adapters (LoRA), rank"), ofAdapter("base", "Frozen base"));
+    ofAdapter("rank", "Adapters (LoRA), rank"), ofAdapter("base", "Frozen base"),
+    ofAdapter("targets", "Matrices with adapters", words, (v) => v.join(", ") || "PEFT’s default"));
 }
 
 function workloadSection() {
@@ -134,14 +135,11 @@ function workloadSection() {
     h("div", { class: "pair" }, ofWorkload("optimizer", "Optimizer"), ofWorkload("scaling", "fp8 scales"), follow(tokens, () => [workload("tokens") || ""])));
 }
 
-/** What trains: everything, or low-rank adapters over a frozen base. Without a rank the other choices have no effect. */
+/** What trains: everything, or low-rank adapters over a frozen base. Their other knobs follow once there is a rank. */
 function adapterSection() {
-  const kind = (make, field, label, values, set, text) => follow(make(label, about("adapter", field), (c, fail) => mendAfter(set(c.value), fail), { text }), () => [ANY(values()), adapter(field)]);
   const ranks = () => [...new Set([0, 8, 16, 64, adapter("rank")])].sort((a, b) => a - b);
-  const targets = () => [[], ["all-linear"], ...(adapter("targets").length && adapter("targets")[0] !== "all-linear" ? [adapter("targets")] : [])];
-  return section("Fine-tuning", () => (adapter("rank") ? `adapters of rank ${adapter("rank")}` : "all parameters train"),
-    kind(chips, "rank", "Rank of adapters (LoRA)", ranks, (value) => (value ? { "adapter.rank": value } : { adapter: {} }), (v) => (v ? String(v) : "none")),
-    when(() => adapter("rank"), kind(words, "targets", "Matrices with adapters", targets, (value) => ({ "adapter.targets": value }), (v) => v.join(", ") || "PEFT’s default")));
+  const rank = chips("Rank of adapters (LoRA)", about("adapter", "rank"), (c, fail) => mendAfter(c.value ? { "adapter.rank": c.value } : { adapter: {} }, fail), { text: (v) => (v ? String(v) : "none") });
+  return section("Fine-tuning", () => (adapter("rank") ? `adapters of rank ${adapter("rank")}` : "all parameters train"), follow(rank, () => [ANY(ranks()), adapter("rank")]));
 }
 
 function planSection() {
