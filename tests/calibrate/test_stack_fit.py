@@ -317,22 +317,62 @@ def test_published_rows_have_a_source_and_a_licence():
     assert "Apache" in accuracy.licences()["llm_foundry"]
 
 
+def names_of(half, count):
+    """Names of sources of one half."""
+    return [name for name in (f"source {k}" for k in range(100)) if left_out.half_of(name) == half][:count]
+
+
 def test_a_band_covers_nine_of_ten_runs_of_a_source_that_it_has_not_seen():
     """Sources of different spread: the spread of the others is too small for the widest one, so the band is widened until it has its share."""
     random = np.random.default_rng(0)
-    sources = np.repeat([f"source {k}" for k in range(6)], 200)
+    names = names_of(left_out.BUILDING, 6)
+    sources = np.repeat(names, 200)
     scaled = random.normal(size=1200) * np.repeat([0.04, 0.05, 0.06, 0.07, 0.08, 0.2], 200)
     found = accuracy._band(scaled, np.ones(1200), sources, 1200)
-    assert found.coverage >= accuracy.INSIDE
-    assert accuracy.FEWEST <= found.by_source["source 5"][0] < accuracy.FEWEST + 0.02
+    assert found.coverage == found.inside(left_out.BUILDING) >= accuracy.INSIDE
+    assert accuracy.FEWEST <= found.by_source[names[-1]][0] < accuracy.FEWEST + 0.02
     assert found.low == found.high > 1.7 * accuracy.spread(scaled, sources)
+
+
+def test_sources_of_the_testing_half_do_not_choose_the_factor_of_a_band():
+    """A source with wide residuals raises the factor if it is in the building half, and only the spread if it is in the testing half."""
+    random = np.random.default_rng(2)
+    scaled = random.normal(size=1200) * np.repeat([0.05] * 5 + [0.3], 200)
+
+    def factor(wild):
+        sources = np.repeat([*names_of(left_out.BUILDING, 5), wild], 200)
+        return accuracy._band(scaled, np.ones(1200), sources, 1200).low / accuracy.spread(scaled, sources)
+
+    assert factor(names_of(left_out.BUILDING, 6)[-1]) > 1.5 * factor(names_of(left_out.TESTING, 1)[0])
+
+
+def test_a_framework_left_out_takes_all_its_sources_with_it(response):
+    """Two sources of one framework are twice as slow as a third: as one framework, none of them says what the other needs."""
+    count = len(PLANS)
+    runs = response.take(np.tile(np.arange(count), 3))
+    measured = np.concatenate([exact(TYPICAL) + np.log(2.0), exact(TYPICAL) + np.log(2.0), exact(TYPICAL)])
+
+    def expected_of_a(frameworks):
+        leaves = [
+            stack_fit.Leaf(name, name, np.arange(k * count, (k + 1) * count), framework=frameworks.get(name, ""))
+            for k, name in enumerate("abc")
+        ]
+        return stack_fit.fit(runs, measured, leaves).source(leaves[0]).mean
+
+    alone, together = expected_of_a({}), expected_of_a({"a": "x", "b": "x"})
+    assert (together[1:4] < alone[1:4]).all()
+    assert together == pytest.approx(expected_of_a({"a": "x", "b": "x", "c": "y"}))
+
+
+def test_forks_and_releases_are_one_framework(left):
+    assert left_out.frameworks_of(left.runs) == {"a": "Megatron", "b": "Megatron", "c": "default"}
 
 
 def test_a_band_covers_a_source_that_is_off_as_a_whole():
     """Runs of a source share an error, so the runs of few sources are few independent errors, however many they are."""
     random = np.random.default_rng(1)
-    offsets = {name: random.normal(0, 0.1) for name in "abcdefghij"}
-    counts = {name: 300 if name == "a" else 15 for name in offsets}
+    offsets = {name: random.normal(0, 0.1) for name in names_of(left_out.BUILDING, 10)}
+    counts = {name: 15 for name in offsets} | {next(iter(offsets)): 300}
     scaled = np.concatenate([random.normal(offsets[name], 0.02, counts[name]) for name in offsets])
     sources = np.concatenate([[name] * counts[name] for name in offsets])
     found = accuracy._band(scaled, np.ones(len(scaled)), sources, len(scaled))

@@ -8,7 +8,7 @@ import numpy as np
 from meshwright.calibrate.runs import accuracy
 from meshwright.calibrate.runs.accuracy import FEWEST, INSIDE, Accuracy, Band, half_width_without
 from meshwright.calibrate.runs.beside import QUOTED
-from meshwright.calibrate.runs.left_out import SEEN, LeftOut, half_of, halves, macro_scores, scores
+from meshwright.calibrate.runs.left_out import BUILDING, SEEN, TESTING, LeftOut, half_of, halves, macro_scores, scores
 from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, FREEDOM, MOST_RUNS, NOISE
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME, macro
 from meshwright.cost.band import base, shares
@@ -73,7 +73,8 @@ The runs of vtrain_ground_truth that wait for the host are predicted 10% too fas
 
 
 BAND_COLUMNS = (
-    "what is known", "runs", "band of a step that only computes", "inside", "fewest inside", "median half-width", "mean of medians",
+    "what is known", "runs", "band of a step that only computes", "inside: building", "testing", "fewest inside", "median half-width",
+    "mean of medians",
 )  # fmt: skip
 
 
@@ -144,7 +145,8 @@ def _unnamed(accuracy: Accuracy) -> str:
     o = macro_scores(scores(accuracy.unnamed))
     after = ", ".join(f"{percent(o[f'after_{n}'])} after {n}" for n in SEEN)
     return (
-        "\n\nIf no run named its stack, as for a framework that is not in the catalog, all would be predicted with the typical one: a macro-averaged "
+        "\n\nIf no run named its stack, as for a framework that is not in the catalog, all would be predicted with the typical one, from runs of "
+        "other frameworks only: a macro-averaged "
         f"median of {percent(o['median'])} (90th percentile {percent(o['p90'])}), {after} of the source's runs ({len(accuracy.unnamed.runs)} runs, "
         "a part of each large source). From these come the bands of an unknown stack, also of one that is calibrated: the numbers of a stack do not "
         "make up for unknown switches."
@@ -175,13 +177,14 @@ def bands(accuracy: Accuracy) -> str:
     rows = []
     for level, b in accuracy.bands.items():
         edges = " to ".join(f"{100 * math.expm1(x * base(level)):+.0f}%" for x in (-b.low, b.high))
-        inside = percent(b.coverage), _fewest_inside(b)
+        inside = *(percent(b.inside(half)) for half in (BUILDING, TESTING)), _fewest_inside(b)
         rows.append((level, str(b.runs), edges, *inside, percent(b.half_width), percent(b.mean_of_medians)))
     text = (
         "## Bands\n\nFrom the residuals of left-out sources, by what is known of the stack; wider where exposed communication between nodes, the "
         "host, experts or a device with assumed shares of peak dominate (`cost/band.py`). The variance is that between sources and that within "
-        f"one; it is scaled until {INSIDE:.0%} of the runs of a source whose residuals were not used are inside, in the mean, and {FEWEST:.0%} of "
-        "the worst source. Runs of obsolete stacks do not count. Target: a median half-width of 35% for an unknown stack and 15% for a known one. "
+        f"one; it is scaled until, of the building half, {INSIDE:.0%} of the runs of a source whose residuals were not used are inside, in the "
+        f"mean, and {FEWEST:.0%} of the worst source. For an unknown stack all sources of a framework are left out together: no run of it, nor "
+        "of its forks, was seen. Runs of obsolete stacks do not count. Target: a median half-width of 35% for an unknown stack and 15% for a known one. "
         "In the median over all runs every source has the same weight; the mean over sources of their medians is larger, because a few of them "
         "have wide bands.\n\n"
     )

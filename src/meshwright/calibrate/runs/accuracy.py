@@ -15,7 +15,8 @@ Bands from the residuals of left-out sources, by what is known of the stack.
 For each, q = k · √((1 + 1/S) · mean m² + mean v²) of S sources: m is the median of ln(measured / predicted) / w of a source and v the spread of
 its runs around it, with w the width of `cost.band`. So the band of an unseen source has the variance between sources and the variance within one,
 and a source of a thousand runs has the weight of any other. The coverage of a source is computed with q of the other sources only; k is the
-smallest factor with which the mean coverage is 90% and that of no source is below 75%. Quantiles of all runs together do not know that the runs of
+smallest factor with which, of the sources of the building half (`left_out.half_of`), the mean coverage is 90% and that of none is below 75%:
+the testing half says whether that holds elsewhere. In `typical` all sources of a framework are left out together. Quantiles of all runs together do not know that the runs of
 a source are off in one direction: with k for a mean of 90% they were wider, and covered the worst source less.
 
 The file of fitted numbers (`describe/catalog/fit.toml`): the numbers of every stack of the catalog, and the bands of predictions.
@@ -41,10 +42,13 @@ import numpy as np
 from meshwright.calibrate.runs import validate
 from meshwright.calibrate.runs.beside import PeerScore, peer_scores
 from meshwright.calibrate.runs.left_out import (
+    BUILDING,
     SEEN,
     LeftOut,
     SourceScore,
     finite_or_none,
+    half_of,
+    halves,
     leave_out,
     macro_scores,
     responding,
@@ -105,6 +109,11 @@ class Band:
     runs: int
     by_source: dict[str, tuple[float, float]] = field(default_factory=dict)  # coverage and median half-width of each
 
+    def inside(self, half: str) -> float:
+        """The mean coverage of the sources of a half; NaN without one."""
+        shares = [share for share, _ in halves(self.by_source)[half].values()]
+        return float(np.mean(shares)) if shares else math.nan
+
 
 def bands(left_out: LeftOut, unnamed: LeftOut | None) -> dict[str, Band]:
     """The bands of all levels with runs of at least two sources; `unnamed` are the runs without their stacks, of which the band of the typical stack
@@ -155,7 +164,13 @@ def _band(scaled: np.ndarray, widths: np.ndarray, sources: np.ndarray, runs: int
     own = {name: sources == name for name in names}
     held_out = [np.abs(scaled[own[name]]) / spread(scaled[~own[name]], sources[~own[name]]) for name in names]
     tried = ((factor, [float(np.mean(part <= factor)) for part in held_out]) for factor in FACTORS)
-    enough = (pair for pair in tried if np.mean(pair[1]) >= INSIDE and min(pair[1]) >= FEWEST)
+    judges = [at for at, name in enumerate(names) if half_of(name) == BUILDING] or range(len(names))
+
+    def covers(inside: list[float]) -> bool:
+        chosen = [inside[at] for at in judges]
+        return float(np.mean(chosen)) >= INSIDE and min(chosen) >= FEWEST
+
+    enough = (pair for pair in tried if covers(pair[1]))
     factor, inside = next(enough, (FACTORS[-1], [float(np.mean(part <= FACTORS[-1])) for part in held_out]))
     edge = factor * spread(scaled, sources)
     half = np.sinh(edge * widths)

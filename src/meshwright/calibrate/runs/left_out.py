@@ -12,6 +12,7 @@ once into two halves by a hash of their names (`half_of`): choices look at the b
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -167,13 +168,16 @@ def enough(outcomes: list[Outcome]) -> list[Outcome]:
     )
 
 
-def leaves_of(runs: list[Outcome]) -> list[Leaf]:
-    """The runs of each family of stacks in each source. Stacks of one family share their numbers, so their runs in one source do too."""
+def leaves_of(runs: list[Outcome], frameworks: Mapping[str, str] | None = None) -> list[Leaf]:
+    """The runs of each family of stacks in each source. Stacks of one family share their numbers, so their runs in one source do too. `frameworks`
+    of the sources are left out whole."""
+    known = frameworks or {}
     groups: dict[tuple[str, str], list[int]] = {}
     for k, o in enumerate(runs):
         groups.setdefault((o.source, family_of(o.case.stack.name, o.source)), []).append(k)
     return [
-        Leaf(source, family, np.array(ks), runs[ks[0]].case.stack.obsolete) for (source, family), ks in groups.items()
+        Leaf(source, family, np.array(ks), runs[ks[0]].case.stack.obsolete, known.get(source, ""))
+        for (source, family), ks in groups.items()
     ]
 
 
@@ -184,11 +188,23 @@ def family_of(stack: str, source: str) -> str:
     return base_of("stacks", stack)
 
 
-def leave_out(outcomes: list[Outcome], seed: int = 0) -> LeftOut:
+def frameworks_of(runs: list[Outcome]) -> dict[str, str]:
+    """The framework of most runs of each source: the name of their stack's framework before its first hyphen, which releases and forks share
+    (Megatron-LM, Megatron-Core, Megatron-DeepSpeed)."""
+    names: dict[str, Counter[str]] = {}
+    for o in runs:
+        stack = o.case.stack
+        framework = stack.can.framework or base_of("stacks", stack.name)
+        names.setdefault(o.source, Counter())[framework.split("-")[0]] += 1
+    return {source: count.most_common(1)[0][0] for source, count in names.items()}
+
+
+def leave_out(outcomes: list[Outcome], seed: int = 0, frameworks: Mapping[str, str] | None = None) -> LeftOut:
+    """Predict each source from the others, or from those of other `frameworks`."""
     runs = usable(outcomes)
     response = Response.of(*responses(runs))
     measured = np.log([o.case.step_time or np.nan for o in runs])
-    leaves = leaves_of(runs)
+    leaves = leaves_of(runs, frameworks)
     whole_fit = fit(response, measured, leaves)
     n = len(runs)
     after = {k: np.full(n, np.nan) for k in SEEN}
@@ -214,14 +230,14 @@ def leave_out(outcomes: list[Outcome], seed: int = 0) -> LeftOut:
 
 def without_stacks(runs: list[Outcome]) -> LeftOut:
     """The runs as if none named its stack, as for a framework that is not in the catalog: predicted with the switches of the default stack, and
-    with numbers that the runs of other sources gave without their stacks too. Of a source with many runs every k-th; none of obsolete
+    with numbers that the runs of other frameworks gave without their stacks too. Of a source with many runs every k-th; none of obsolete
     stacks."""
     by_source: dict[str, list[dict[str, str]]] = {}
     for o in runs:
         if not o.case.stack.obsolete:
             by_source.setdefault(o.source, []).append({**o.case.row, "stack": UNNAMED})
     rows = [row for part in by_source.values() for row in part[:: -(-len(part) // MOST_UNNAMED)]]
-    return leave_out(predict_rows(rows, respond=responding(rows)))
+    return leave_out(predict_rows(rows, respond=responding(rows)), frameworks=frameworks_of(runs))
 
 
 def responses(runs: list[Outcome]) -> tuple[list[np.ndarray], list[float]]:

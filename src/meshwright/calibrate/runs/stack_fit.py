@@ -262,6 +262,7 @@ class Leaf:
     family: str  # a stack and those that extend it; a stack without a name is a separate family
     runs: np.ndarray  # indices
     obsolete: bool = False  # the stack is no longer in use, so it does not count in the typical one
+    framework: str = ""  # the leaves of one framework are left out together; empty: each source alone
 
 
 @dataclass
@@ -274,11 +275,15 @@ class StackFit:
 
     def family(self, name: str, without: str = "") -> Normal:
         """The numbers of a stack, from all sources but one."""
-        return self._population(name, without).through(BETWEEN_STACKS) * self._runs_say(name, without)
+        return self._family(name, without)
+
+    def _family(self, name: str, without: str = "", framework: str = "") -> Normal:
+        population = self._population(name, without, framework)
+        return population.through(BETWEEN_STACKS) * self._runs_say(name, without)
 
     def source(self, leaf: Leaf) -> Normal:
-        """The numbers of a stack in a source, before any run of this source is seen."""
-        return self.family(leaf.family, leaf.source).through(BETWEEN_SOURCES)
+        """The numbers of a stack in a source, before any run of this source, or of its framework, is seen."""
+        return self._family(leaf.family, leaf.source, leaf.framework).through(BETWEEN_SOURCES)
 
     def population(self, without: str = "") -> Normal:
         return self._population("", without)
@@ -292,9 +297,10 @@ class StackFit:
             ]
         )
 
-    def _population(self, family: str, without: str) -> Normal:
-        """The typical stack by all families that are in use, but one."""
-        names = sorted({leaf.family for leaf in self.leaves if not leaf.obsolete} - {family})
+    def _population(self, family: str, without: str, framework: str = "") -> Normal:
+        """The typical stack by all families that are in use, but one, and but those of one framework."""
+        unseen = {family} | {leaf.family for leaf in self.leaves if framework and leaf.framework == framework}
+        names = sorted({leaf.family for leaf in self.leaves if not leaf.obsolete} - unseen)
         messages = [self._runs_say(name, without).through(BETWEEN_STACKS) for name in names]
         return product([self.typical, *messages])
 
