@@ -1,5 +1,6 @@
 """Rows of other sources than those we know: names, cards and shapes as people write them. All rows are invented."""
 
+import numpy as np
 import pytest
 
 from meshwright.calibrate.runs import rows
@@ -354,3 +355,41 @@ def states(stack):
     (found,) = predict_rows([{**BASE, "stack": stack, "zero": "3", "pp": "1", "dp": "32"}])
     (parts,) = found.prediction.memory_by_stage
     return parts["parameters"] + parts["gradients"] + parts["optimizer"]
+
+
+EXPERTS = {
+    "model": "Corvus 30B", "layers": "48", "hidden": "2048", "ffn_hidden": "768", "heads": "32", "kv_heads": "4", "vocab": "151936",
+    "experts": "128", "topk": "8", "ep": "64", "tp": "1", "pp": "1", "dp": "64", "zero": "", "schedule": "none",
+}  # fmt: skip
+
+
+def test_benchmarks_of_automodel_route_each_token_to_consecutive_experts():
+    """Its gate gives token i the experts 8·i to 8·i + 7 modulo 128: on 8 nodes of 16 experts each token reaches one node. Learned routing would
+    reach 8·(1 − (7/8)⁸) = 5.25 of them."""
+    tokens = np.arange(10_000)[:, None]
+    nodes = (8 * tokens + np.arange(8)) % 128 // 16
+    reached = np.mean([len(set(row)) for row in nodes.tolist()])
+
+    def time_of_messages():
+        """Seconds of twice the tokens without those of the tokens: no latency."""
+        sizes = [{"micro_batch": str(n), "global_batch": str(64 * n)} for n in (4, 8)]
+        once, twice = predict_rows([{**BASE, **EXPERTS, "stack": "automodel", **size} for size in sizes])
+        return twice.prediction.exposed_s["ep"] - once.prediction.exposed_s["ep"]
+
+    found = case(**EXPERTS, stack="automodel")
+    assert (found.model.router.groups, found.model.router.groups_kept) == (16, 1)
+    assert any(text.startswith("routing:") for text in found.assumed)
+    assert case(**EXPERTS, stack="torchtitan").model.router.groups == 1
+    learned = catalog.load("stacks", "automodel").but(usual_routing="learned")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "_stack_with", lambda name, kernel: learned)
+        spread = time_of_messages()
+    assert spread / time_of_messages() == pytest.approx(8 * (1 - (7 / 8) ** 8) / reached, rel=0.1)
+
+
+def test_hybrid_sharding_keeps_a_copy_of_the_weights_in_each_node():
+    changes = {"tp": "1", "pp": "1", "dp": "64", "zero": "3", "schedule": "none", "stack": "fms-fsdp"}
+    hybrid = case(**changes, zero_fsdp="HSDP").plan
+    assert (hybrid.replicate, hybrid.shard) == (8, 8)
+    whole = case(**changes, zero_fsdp="FSDP").plan
+    assert (whole.replicate, whole.shard) == (1, 64)

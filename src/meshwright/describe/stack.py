@@ -183,6 +183,9 @@ class Stack(Described):
     """weights in bf16 are the only ones: moments and gradients are in bf16 as well (gradients in fp32 where a pipeline adds them up)"""
     usual_zero: Stage = 1
     """ZeRO stage of a published run that does not state it"""
+    usual_routing: Literal["learned", "consecutive"] = "learned"
+    """how published runs route tokens to experts. consecutive: a gate for benchmarks gives token i the experts i·k to i·k + k − 1, modulo
+    their number"""
     flat_shards: bool = False
     """ZeRO-1 and 2 shard one flat buffer in buckets; otherwise each unit, with the rows of each tensor padded to the ranks"""
     zero_reduction: Literal["buckets", "whole"] = "buckets"

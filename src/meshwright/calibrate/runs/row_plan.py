@@ -225,10 +225,11 @@ def _sharding(c: PublishedRun, d: RowDegrees) -> Json:
     if not r["zero"]:
         c.assumed.append(f"ZeRO: {zero}, usual in {stack.can.framework or stack.name}")
     sharded = zero > 0 and d.dp * d.cp > 1
+    replicas = _replicas(c, d) if zero == 3 else 1
     pure = stack.name == "composer-fsdp" and "pure" in r["zero_fsdp"].lower()
     fields: Json = {
-        "replicate": 1 if sharded else d.dp,
-        "shard": d.dp if sharded else 1,
+        "replicate": replicas if sharded else d.dp,
+        "shard": d.dp // replicas if sharded else 1,
         "zero": zero if sharded else 0,
         "grad_dtype": stack.gradient_dtype,
         "comm_dtype": stack.gradient_dtype,
@@ -245,6 +246,13 @@ def _sharding(c: PublishedRun, d: RowDegrees) -> Json:
             dict.fromkeys(("dp", *stack.overlap, *(("cp",) if d.cp > 1 and stack.overlap else ())))
         )
     return fields
+
+
+def _replicas(c: PublishedRun, d: RowDegrees) -> int:
+    """Copies of the weights under hybrid sharding: one in each node, which is FSDP's default for it."""
+    inside = max(c.cluster.node_size // (d.tp * d.cp), 1)
+    hybrid = re.search(r"hsdp|hybrid", c.row["zero_fsdp"].lower()) and "hsdp" not in c.stack.can.without
+    return d.dp // inside if hybrid and d.dp % inside == 0 else 1
 
 
 def _experts(c: PublishedRun, d: RowDegrees) -> dict[str, int]:

@@ -40,6 +40,7 @@ from meshwright.calibrate.runs.row_plan import CLUSTER_COLUMNS, read_cluster, re
 from meshwright.describe import catalog
 from meshwright.describe.adapter import Adapter
 from meshwright.describe.config import Config
+from meshwright.describe.model import Model
 from meshwright.describe.stack import Stack
 from meshwright.errors import MeshwrightError
 from meshwright.units import Json
@@ -117,12 +118,21 @@ def case(row: dict[str, str]) -> PublishedRun:
         if out.row["task"] == "lora":
             model = model.but(adapter=ADAPTER)
             out.assumed.append(f"adapter: {ADAPTER_WORDS}")
+        if stack.usual_routing == "consecutive" and model.experts and model.experts % model.top_k == 0:
+            model = _with_consecutive_experts(model)
+            out.assumed.append(f"routing: {model.top_k} consecutive experts for each token, as in its framework's benchmarks")
         out.config = Config(model, cluster, stack=stack)
         read_plan(out)
         out.plan.check(out.model, out.workload, out.cluster)
     except MeshwrightError as error:
         out.refused = error.what
     return out
+
+
+def _with_consecutive_experts(model: Model) -> Model:
+    """The model with groups of k experts, of which a token takes one whole: with duplicates removed it is sent to one node (or rank) of at least k
+    experts, where learned routing reaches several."""
+    return model.but(router=model.router.but(groups=model.experts // model.top_k, groups_kept=1))
 
 
 def _check_numbers(c: PublishedRun) -> None:
