@@ -372,7 +372,7 @@ def test_a_band_covers_a_source_that_is_off_as_a_whole():
     """Runs of a source share an error, so the runs of few sources are few independent errors, however many they are."""
     random = np.random.default_rng(1)
     offsets = {name: random.normal(0, 0.1) for name in names_of(left_out.BUILDING, 10)}
-    counts = {name: 15 for name in offsets} | {next(iter(offsets)): 300}
+    counts = dict.fromkeys(offsets, 15) | {next(iter(offsets)): 300}
     scaled = np.concatenate([random.normal(offsets[name], 0.02, counts[name]) for name in offsets])
     sources = np.concatenate([[name] * counts[name] for name in offsets])
     found = accuracy._band(scaled, np.ones(len(scaled)), sources, len(scaled))

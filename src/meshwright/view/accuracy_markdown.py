@@ -184,7 +184,8 @@ def bands(accuracy: Accuracy) -> str:
         "host, experts or a device with assumed shares of peak dominate (`cost/band.py`). The variance is that between sources and that within "
         f"one; it is scaled until, of the building half, {INSIDE:.0%} of the runs of a source whose residuals were not used are inside, in the "
         f"mean, and {FEWEST:.0%} of the worst source. For an unknown stack all sources of a framework are left out together: no run of it, nor "
-        "of its forks, was seen. Runs of obsolete stacks do not count. Target: a median half-width of 35% for an unknown stack and 15% for a known one. "
+        "of its forks, was seen. Runs of obsolete stacks do not count. Target: a median half-width of 35% for an unknown stack and 15% for a "
+        "known one. "
         "In the median over all runs every source has the same weight; the mean over sources of their medians is larger, because a few of them "
         "have wide bands.\n\n"
     )

@@ -12,12 +12,12 @@ Bands from the residuals of left-out sources, by what is known of the stack.
     calibrated          five runs of the source itself were seen
     calibrated-typical  the same of runs without their stacks: numbers do not make up for unknown switches
 
-For each, q = k · √((1 + 1/S) · mean m² + mean v²) of S sources: m is the median of ln(measured / predicted) / w of a source and v the spread of
-its runs around it, with w the width of `cost.band`. So the band of an unseen source has the variance between sources and the variance within one,
-and a source of a thousand runs has the weight of any other. The coverage of a source is computed with q of the other sources only; k is the
-smallest factor with which, of the sources of the building half (`left_out.half_of`), the mean coverage is 90% and that of none is below 75%:
-the testing half says whether that holds elsewhere. In `typical` all sources of a framework are left out together. Quantiles of all runs together do not know that the runs of
-a source are off in one direction: with k for a mean of 90% they were wider, and covered the worst source less.
+For each, q = k · √((1 + 1/S) · mean m² + mean v²) of S sources: m is the median of ln(measured / predicted) / w of a source and v the spread of its
+runs around it, with w the width of `cost.band`. So the band of an unseen source has the variance between sources and the variance within one, and a
+source of a thousand runs has the weight of any other. The coverage of a source is computed with q of the other sources only; k is the smallest
+factor with which, of the sources of the building half (`left_out.half_of`), the mean coverage is 90% and that of none is below 75%: the testing
+half says whether that holds elsewhere. In `typical` all sources of a framework are left out together. Quantiles of all runs together do not know
+that the runs of a source are off in one direction: with k for a mean of 90% they were wider, and covered the worst source less.
 
 The file of fitted numbers (`describe/catalog/fit.toml`): the numbers of every stack of the catalog, and the bands of predictions.
 

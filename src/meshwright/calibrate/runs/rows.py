@@ -120,7 +120,9 @@ def case(row: dict[str, str]) -> PublishedRun:
             out.assumed.append(f"adapter: {ADAPTER_WORDS}")
         if stack.usual_routing == "consecutive" and model.experts and model.experts % model.top_k == 0:
             model = _with_consecutive_experts(model)
-            out.assumed.append(f"routing: {model.top_k} consecutive experts for each token, as in its framework's benchmarks")
+            out.assumed.append(
+                f"routing: {model.top_k} consecutive experts for each token, as in its framework's benchmarks"
+            )
         out.config = Config(model, cluster, stack=stack)
         read_plan(out)
         out.plan.check(out.model, out.workload, out.cluster)
