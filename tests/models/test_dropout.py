@@ -1,12 +1,15 @@
 """Dropout by a hash of positions: known values, the right share, and the same mask on every layout."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models import build
-from meshwright.models.dropout import GOLDEN, Dropout, kept, key_of, mixed, multiples, sample_hashes, tokens
+from meshwright.models.dropout import GOLDEN, Dropout, advanced, drop, kept, key_of, mixed, sample_hashes, tokens
 from meshwright.models.step_context import within
 
 CPU = torch.device("cpu")
@@ -16,7 +19,7 @@ PLACES = torch.arange(64)
 
 def mask(rate=0.3, site="layers.1.ffn", places=PLACES, width=64, seed=5, step=3, samples=range(8)):
     sample_B = mixed(sample_hashes(seed, step, samples, CPU) + key_of(site))
-    return kept(tokens(sample_B, places * GOLDEN), rate, width)
+    return kept(tokens(sample_B, places), rate, width)
 
 
 def test_the_hash_is_splitmix64():
@@ -79,10 +82,38 @@ def test_backward_uses_the_mask_of_forward_without_saving_it():
     assert saved == []
 
 
-def test_multiples_wrap_around_and_have_constants_of_64_bits():
-    """A compiler multiplies the numbers of a range exactly: 4 times GOLDEN has 65 bits."""
-    for numbers in (range(3), range(4, 9), range(10**6, 10**6 + 2)):
-        assert torch.equal(multiples(numbers, torch.device("cpu")), torch.tensor(list(numbers)) * GOLDEN)
+def test_states_advance_by_the_golden_constant_and_wrap_around():
+    numbers, states = [0, 1, 2, 3, 10**6, 2**31 + 5], [0, -1, 2**63 - 1, key_of("a")]
+    found = advanced(torch.tensor(states)[:, None], torch.tensor(numbers)).tolist()
+    assert [[n % 2**64 for n in row] for row in found] == [[(s + n * GOLDEN) % 2**64 for n in numbers] for s in states]
+
+
+class NumbersOfRanges(TorchFunctionMode):
+    """Notes all whole numbers that follow from `arange` and constants alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if isinstance(out, torch.Tensor) and all(any(x is y for y in self.found) for x in tensors):
+            self.found.append(out)
+        return out
+
+
+def test_a_compiled_graph_multiplies_no_range_beyond_32_bits(monkeypatch):
+    """The compiler computes what follows from a range as an index, and an index has 32 bits on a GPU: torch 2.11 refuses GOLDEN there."""
+    layer = Dropout(0.3, "a")
+    layer.share = (1, 2)
+    x = torch.ones(8, 16, 10)
+    eager = drop(x, tokens(MOMENT, layer.positions(x)), 0.3)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with NumbersOfRanges() as numbers:
+        assert torch.equal(drop(x, tokens(MOMENT, layer.positions(x)), 0.3), eager)
+    assert max(int(x.max()) for x in numbers.found) == 48
+    assert next(x for x in numbers.found if len(x) == 16).tolist() == list(range(16, 32))
 
 
 def test_dropout_is_off_in_evaluation_and_refused_without_a_moment():

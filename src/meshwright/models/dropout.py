@@ -46,6 +46,7 @@ from meshwright.models.step_context import current
 FEATURES_PER_NUMBER = 4  # features that share one 64-bit number, 16 bits each
 SMALLEST = -(2**15)  # the smallest value of a 16-bit part
 GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+INVERSE = pow(GOLDEN, -1, 2**64) - 2**64  # times GOLDEN it is 1, modulo 2⁶⁴
 
 
 class HasPositions(Protocol):
@@ -84,22 +85,28 @@ def sample_hashes(seed: int, step: int, samples: Sequence[int], device: torch.de
     return mixed(samples_B * GOLDEN + key_of(f"{seed}:{step}"))
 
 
-def multiples(numbers: range, device: torch.device) -> Tensor:
-    """GOLDEN times each of consecutive numbers, modulo 2⁶⁴. The compiler computes an `arange` with exact integers, and fails on a constant
-    beyond 64 bits: GOLDEN times the first number is therefore reduced here."""
-    first = (numbers.start * GOLDEN + 2**63) % 2**64 - 2**63
-    return torch.arange(len(numbers), device=device) * GOLDEN + first
+def advanced(state: Tensor, numbers: Tensor | int) -> Tensor:
+    """state + GOLDEN · numbers, modulo 2⁶⁴.
+
+    `numbers` may be an `arange`, and the compiler computes `arange` times a constant as an index: with exact integers, of 32 bits on a GPU, so that
+    GOLDEN is out of range there. The product is therefore one of computed numbers: (state · GOLDEN⁻¹ + numbers) · GOLDEN."""
+    return (state * INVERSE + numbers).mul_(GOLDEN)
 
 
-def tokens(sample_B: Tensor, multiple_S: Tensor) -> Tensor:
-    """[B, S]: a hash for each token, from which the hashes of its features are computed; `multiple_S` are GOLDEN times the positions."""
-    return mixed(sample_B[:, None] + multiple_S)
+def counted(numbers: range, device: torch.device) -> Tensor:
+    """Consecutive numbers as a tensor."""
+    return torch.arange(numbers.start, numbers.stop, device=device)
+
+
+def tokens(sample_B: Tensor, position_S: Tensor) -> Tensor:
+    """[B, S]: a hash for each token, from which the hashes of its features are computed."""
+    return mixed(advanced(sample_B[:, None], position_S))
 
 
 def kept(token_BS: Tensor, rate: float, width: int) -> Tensor:
     """[B, S, H]: True for the elements that are kept."""
     groups = range(-(-width // FEATURES_PER_NUMBER))
-    number_BSG = mixed(token_BS[..., None] + multiples(groups, token_BS.device))
+    number_BSG = mixed(advanced(token_BS[..., None], counted(groups, token_BS.device)))
     if torch.compiler.is_compiling():  # the same 16 bits by arithmetic, which fuses; a view of them would be stored
         shift_4 = torch.arange(FEATURES_PER_NUMBER, device=token_BS.device) * 16
         part_BSG4 = ((number_BSG[..., None] >> shift_4) & 0xFFFF) ^ 0x8000
@@ -178,16 +185,16 @@ class Dropout(DrawsForSamples):
 
     def tokens(self, x: Tensor) -> Tensor:
         """A hash for each token, from which the hashes of its features are computed."""
-        return tokens(self.sample_hashes(x), self.position_multiples(x))
+        return tokens(self.sample_hashes(x), self.positions(x))
 
-    def position_multiples(self, x: Tensor) -> Tensor:
-        """GOLDEN times the positions of this rank's tokens in the whole sequence; 0 for rows without a sequence."""
+    def positions(self, x: Tensor) -> Tensor:
+        """The positions of this rank's tokens in the whole sequence; 0 for rows without a sequence."""
         length, (index, _) = x.shape[1] if x.ndim > 2 else 1, self.share
         own = range(index * length, (index + 1) * length)
         positions = self.geometry.position_ids if self.geometry is not None else None
         if positions is None:
-            return multiples(own, x.device)
-        return positions[own.start : own.stop].to(x.device) * GOLDEN
+            return counted(own, x.device)
+        return positions[own.start : own.stop].to(x.device)
 
 
 class InputDropout(Dropout):
@@ -200,7 +207,7 @@ class InputDropout(Dropout):
         if not self.training or not self.rate:
             return F.linear(x, weight)
         group, before = divmod(self.first, FEATURES_PER_NUMBER)
-        token_BS = self.tokens(x) + multiples(range(group, group + 1), x.device)
+        token_BS = advanced(self.tokens(x), group)
         return _DroppedProduct.apply(x, weight, token_BS, self.rate, before)
 
 
@@ -238,15 +245,15 @@ class Dropped:
     def factor(self, queries_R: Tensor, keys_C: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, N, R, C]: 0 for dropped probabilities, 1 / (1 − rate) for the others. Key positions must be sorted."""
         device, drops = self.sample_B.device, parts_of(self.rate)
-        number_BN = mixed(self.sample_B[:, None] + multiples(self.heads, device))
-        number_BNR = mixed(number_BN[..., None] + queries_R.to(device) * GOLDEN)
+        number_BN = mixed(advanced(self.sample_B[:, None], counted(self.heads, device)))
+        number_BNR = mixed(advanced(number_BN[..., None], queries_R.to(device)))
         keep = [self._numbers_of_run(number_BNR, run) >= SMALLEST + drops for run in runs_in(keys_C)]
         return torch.cat(keep, dim=-1).to(dtype).div_(1 - drops / 2**16)
 
     def _numbers_of_run(self, number_BNR: Tensor, keys: range) -> Tensor:
         first = keys.start // FEATURES_PER_NUMBER
         groups = range(first, -(-keys.stop // FEATURES_PER_NUMBER))
-        number_BNRG = mixed(number_BNR[..., None] + multiples(groups, number_BNR.device))
+        number_BNRG = mixed(advanced(number_BNR[..., None], counted(groups, number_BNR.device)))
         return number_BNRG.view(torch.int16)[
             ..., keys.start - first * FEATURES_PER_NUMBER : keys.stop - first * FEATURES_PER_NUMBER
         ]
