@@ -7,7 +7,8 @@
 
 Layers are as many as take seconds; everything else is the shape of the model. Several ranks warm up at a time (compilers need the host), and each is
 timed alone. The output has a line of JSON for each thing known, as soon as it is known: first the predictions, then for each layout what was
-measured, what filled its memory at the peak, and its kernels; or why it failed. Run again with the same output it measures what is missing.
+measured, what filled its memory at the peak, and its kernels; or why it failed. Run again with the same output it measures what is missing, beside
+the predictions that are there.
 """
 
 import argparse
@@ -120,8 +121,8 @@ class Phases:
     longer than its limit ends the process (SIGALRM), which frees its locks.
     """
 
-    def __init__(self, name: str, folder: Path, slow: bool) -> None:
-        self.name, self.slow, self.began = name, slow, time.monotonic()
+    def __init__(self, name: str, folder: Path, slow: bool, warm_limit_s: int) -> None:
+        self.name, self.slow, self.warm_limit_s, self.began = name, slow, warm_limit_s, time.monotonic()
         self.warming, self.timing = ((folder / lock).open("a") for lock in ("warming", "timing"))
         fcntl.flock(self.timing, fcntl.LOCK_SH)
         self.warm_up()
@@ -131,7 +132,7 @@ class Phases:
 
     def warm_up(self) -> None:
         fcntl.flock(self.warming, fcntl.LOCK_SH)
-        self.limit(WARM_LIMIT_S)
+        self.limit(self.warm_limit_s)
 
     def timed_next(self) -> None:
         signal.alarm(0)
@@ -161,7 +162,7 @@ class Phases:
 
 def measure_one(name: str, given: argparse.Namespace) -> None:
     """In a process of its own: measure the rank of a layout, and append the result to the output; then its details."""
-    phases = Phases(name, given.lock, given.device == "cpu")
+    phases = Phases(name, given.lock, given.device == "cpu", given.warm_limit)
     try:
         attempt(name, given, phases, False)
     except Exception as error:  # a fault of a compiled layer is no reason to have no measurement
@@ -285,9 +286,11 @@ def groups_of(names: list[str], predictions: dict[str, Any], at_once: int) -> li
 def measure(names: list[str], given: argparse.Namespace) -> None:
     """Predict all layouts, then measure them in groups until the budget is spent; those that failed once more, if there is time."""
     began, out = time.monotonic(), given.out
-    predictions = {name: predicted(name, given.tiny) for name in names}
-    for prediction in predictions.values():
-        append(out, {"predicted": prediction})
+    predictions = {row["predicted"]["layout"]: row["predicted"] for row in rows_of(out) if "predicted" in row}
+    for name in names:
+        if name not in predictions:
+            predictions[name] = predicted(name, given.tiny)
+            append(out, {"predicted": predictions[name]})
     for at_once in (given.at_once, 2):
         groups = groups_of([n for n in names if not is_measured(n, out)], predictions, at_once)
         print(f"{sum(map(len, groups))} layouts in {len(groups)} groups, {time.monotonic() - began:.0f} s", flush=True)
@@ -297,16 +300,18 @@ def measure(names: list[str], given: argparse.Namespace) -> None:
                 print(f"no time left for {group}", flush=True)
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                run_group(group, given, Path(folder), left)
+                run_group(group, given, Path(folder), left, predictions)
             print(f"   {time.monotonic() - began:.0f} s", flush=True)
     compare(out, given.tiny, False)
 
 
-def run_group(group: list[str], given: argparse.Namespace, folder: Path, limit_s: float) -> None:
+def run_group(
+    group: list[str], given: argparse.Namespace, folder: Path, limit_s: float, predictions: dict[str, Any]
+) -> None:
     """A process for each layout; those that still run at the end of the time are ended."""
     out, tiny = given.out, given.tiny
     command = [sys.executable, __file__, "--device", given.device, "--lock", str(folder), "--out", str(out)]
-    command += ["--tiny"] * tiny
+    command += ["--tiny"] * tiny + ["--warm-limit", str(given.warm_limit)]
     if given.details and limit_s > DETAILS_S:
         command += ["--details", str(given.details)]
     env = {**os.environ, "OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
@@ -330,7 +335,8 @@ def run_group(group: list[str], given: argparse.Namespace, folder: Path, limit_s
     measured = {row["measured"]["layout"]: row["measured"] for row in rows_of(out) if "measured" in row}
     for name in group:
         if name in measured:
-            show(predicted(name, tiny, measured[name]["eager"]), measured[name])
+            eager = measured[name]["eager"]
+            show(predicted(name, tiny, True) if eager else predictions[name], measured[name])
 
 
 def show(p: dict[str, Any], m: dict[str, Any]) -> tuple[float, float]:
@@ -369,6 +375,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--budget", type=float, default=420)
     parser.add_argument("--at-once", type=int, default=7)
+    parser.add_argument(
+        "--warm-limit", type=int, default=WARM_LIMIT_S, help="seconds after which a layout that still compiles is ended"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument(
