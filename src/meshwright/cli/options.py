@@ -41,6 +41,16 @@ class TrainingOptions(TypedDict):
     set: list[str]
 
 
+class SearchOptions(TrainingOptions):
+    """Options that limit the search of plans for a training."""
+
+    fix: list[str]
+    most: list[str]
+    least: list[str]
+    without: list[str]
+    allow: list[str]
+
+
 @cache
 def rows() -> dict[str, dict[str, Json]]:
     return tomllib.loads(files("meshwright.cli").joinpath("options.toml").read_text("utf-8"))

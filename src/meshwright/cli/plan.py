@@ -7,13 +7,13 @@ import typer
 from rich.console import Group
 
 from meshwright import api, planner
-from meshwright.cli.options import TrainingOptions, described
+from meshwright.cli.options import SearchOptions, described
 from meshwright.cli.output import patient, writable
 from meshwright.describe.config import OURS, load_plan, own_stack
 from meshwright.describe.files import write_text
 from meshwright.errors import MeshwrightError
-from meshwright.interop.files import is_settings_file, load_user_plan, read_settings
-from meshwright.interop.frameworks import FRAMEWORKS, framework_named
+from meshwright.interop.files import is_settings_file, load_user_plan, read_settings, target_framework
+from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.interop.keys import Framework
 from meshwright.view import settings
 from meshwright.view.tables import present, show, show_json
@@ -29,11 +29,6 @@ def command(
     framework: str = "",
     from_measure: list[str] = [],
     settings_file: str = "",
-    fix: list[str] = [],
-    most: list[str] = [],
-    least: list[str] = [],
-    without: list[str] = [],
-    allow: list[str] = [],
     robust: bool = False,
     headroom: str = "5%",
     case: str = "",
@@ -48,7 +43,7 @@ def command(
     out: str = "",
     html: str = "",
     as_json: bool = False,
-    **asked: Unpack[TrainingOptions],
+    **asked: Unpack[SearchOptions],
 ) -> None:
     """Find the fastest plan that fits in memory, and explain the choice. Searches every legal plan; needs no GPU.
 
@@ -58,7 +53,9 @@ def command(
     if case:
         show_case(case, as_json)
         return
-    target = target_framework(framework, settings_file, model)
+    target = target_framework(framework, model)
+    if settings_file and not target:
+        raise cannot_write_settings(settings_file, framework)
     user_plan = UserPlan(compare) if compare else None
     writable(out, html, settings_file)
     question: dict[str, Any] = {name: value for name, value in context.params.items() if name not in NOT_ASKED}
@@ -100,22 +97,13 @@ def search(
     return None, api.plan(model, cluster, progress=progress, **question)
 
 
-def target_framework(name: str, settings_file: str, model: str) -> Framework | None:
-    """The framework of --for, or of the settings file that is planned again; --write needs one of them."""
-    ours = name.strip().lower() == OURS
-    if ours and settings_file:
+def cannot_write_settings(file: str, framework: str) -> MeshwrightError:
+    """The error of --write without a framework that has settings."""
+    if framework:
         what, why = f"--write has no settings for {OURS}", "Our own trainer reads plan files"
-        raise MeshwrightError("MW-CLI-003", what, why=why, fix=f"--out {settings_file}")
-    if ours:
-        return None
-    if name:
-        return framework_named(name, also=(OURS,))
-    if is_settings_file(model):
-        return read_settings(model).framework
-    if settings_file:
-        why, fix = "The settings are those of a framework", "--for torchtitan"
-        raise MeshwrightError("MW-CLI-003", "--write needs --for", why=why, valid=list(FRAMEWORKS), fix=fix)
-    return None
+        return MeshwrightError("MW-CLI-003", what, why=why, fix=f"--out {file}")
+    why, fix = "The settings are those of a framework", "--for torchtitan"
+    return MeshwrightError("MW-CLI-003", "--write needs --for", why=why, valid=list(FRAMEWORKS), fix=fix)
 
 
 def own_stack_name(model: str, cluster: str, settings: list[str]) -> str:

@@ -14,7 +14,7 @@
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import typer
 
@@ -27,6 +27,29 @@ from meshwright.view.tables import show as print_out
 from meshwright.view.tables import show_json
 
 EVERY_TOPIC = ("topic", "as_json")
+
+
+class NumberOptions(TypedDict):
+    """The user's own numbers, for closed forms."""
+
+    alpha: str
+    bandwidth: str
+    peak: str
+    batch: int
+    seq: int
+    precision: str
+    parameters: str
+    memory: str
+    gradients: str
+    backward: str
+    layers: int
+    tokens: int
+    hidden: int
+    tp: int
+    layer_time: str
+    schedule: str
+    rate: str
+    overhead: str
 
 
 @described
@@ -47,27 +70,10 @@ def command(
     stages: int = 4,
     microbatches: int = 8,
     virtual: int = 0,
-    alpha: str = "",
-    bandwidth: str = "",
-    peak: str = "",
-    batch: int = 0,
-    seq: int = 0,
-    precision: str = "",
-    parameters: str = "",
-    memory: str = "",
-    gradients: str = "",
-    backward: str = "",
-    layers: int = 0,
-    tokens: int = 0,
-    hidden: int = 0,
-    tp: int = 0,
-    layer_time: str = "",
-    schedule: str = "",
-    rate: str = "",
-    overhead: str = "",
     trace: str = "",
     html: str = "",
     as_json: bool = False,
+    **numbers: Unpack[NumberOptions],
 ) -> None:
     """Show a collective, a pipeline schedule, the step of a plan or a reference table. Without a topic: list all topics."""
     if not topic:

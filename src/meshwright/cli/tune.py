@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 from rich.markup import escape
 
 from meshwright import api
-from meshwright.cli.options import TrainingOptions, described
+from meshwright.cli.options import SearchOptions, described
 from meshwright.cli.output import patient
-from meshwright.describe.config import OURS, own_stack
+from meshwright.describe.config import own_stack
 from meshwright.errors import MeshwrightError
-from meshwright.interop.files import is_settings_file, read_settings
-from meshwright.interop.frameworks import framework_named
-from meshwright.interop.keys import Framework
+from meshwright.interop.files import target_framework
 from meshwright.interop.logs import compiled
 from meshwright.units import parse_seconds
 
@@ -37,14 +35,9 @@ def command(
     candidates: int = 32,
     out: Path = Path("tune"),
     device: str = "auto",
-    fix: list[str] = [],
-    most: list[str] = [],
-    least: list[str] = [],
-    without: list[str] = [],
-    allow: list[str] = [],
     cluster: str = "",
     as_json: bool = False,
-    **asked: Unpack[TrainingOptions],
+    **asked: Unpack[SearchOptions],
 ) -> None:
     """Find the fastest plan by a few measured runs.
 
@@ -65,7 +58,7 @@ def command(
         compiled(pattern)
     read_headroom(gain)  # raises before anything runs
     runner = Command(tuple(command) or own_command(device), target, steps, parse_seconds(timeout), pattern).checked()
-    question: dict[str, Any] = {**asked, "fix": fix, "most": most, "least": least, "without": without, "allow": allow}
+    question: dict[str, Any] = {**asked}
     if not target and not asked["stack"]:
         question["stack"] = stack_of(plan, cluster, asked)
     with session.exclusive(out):
@@ -119,15 +112,6 @@ def report(as_json: bool, line: str) -> None:
     if not as_json:
         show(line)
         sys.stdout.flush()
-
-
-def target_framework(name: str, plan: str) -> Framework | None:
-    """The framework of --for, or of the settings file; None is our trainer."""
-    if name.strip().lower() == OURS:
-        return None
-    if name:
-        return framework_named(name, also=(OURS,))
-    return read_settings(plan).framework if is_settings_file(plan) else None
 
 
 def own_command(device: str) -> tuple[str, ...]:

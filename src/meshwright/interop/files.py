@@ -15,13 +15,13 @@ from typing import Any, Unpack
 from meshwright.cost.scaling_laws import CHINCHILLA, DEFAULT
 from meshwright.describe import catalog
 from meshwright.describe.base import SECTIONS
-from meshwright.describe.config import Asked, Config, load_cluster
+from meshwright.describe.config import OURS, Asked, Config, load_cluster
 from meshwright.describe.config import configure as configure_plan_file
 from meshwright.describe.files import parse_toml, read_text
 from meshwright.describe.plan import Plan
 from meshwright.describe.run_folder import PLAN
 from meshwright.errors import MeshwrightError
-from meshwright.interop.frameworks import READABLE
+from meshwright.interop.frameworks import READABLE, framework_named
 from meshwright.interop.frameworks.torchtitan_python import program_settings
 from meshwright.interop.keys import Framework, Settings, flags, flattened
 from meshwright.interop.reading import SettingsReading, raise_first, understand
@@ -116,6 +116,15 @@ def read_settings(
     settings, args = parse(path, text)
     framework = recognise(settings, args, path)
     return understand(framework, settings, args, gpus=gpus, hardware=hardware, model=model)
+
+
+def target_framework(name: str, file: str) -> Framework | None:
+    """The framework that is named, else that of the settings file; None for our own trainer."""
+    if name.strip().lower() == OURS:
+        return None
+    if name:
+        return framework_named(name, also=(OURS,))
+    return read_settings(file).framework if is_settings_file(file) else None
 
 
 # A value of a flag: a number, or a word. Signs of the shell in it were quoted, as in a pipeline layout; a quoted command is no value.
