@@ -313,7 +313,25 @@ ADAPTED: list[tuple[str, dict[str, Any]]] = [
     ("lora-moe", {**CP, "ep": 2}), ("lora", {**Z3, **SP}), ("qlora", {**Z3, "tp": 2}), ("lora-gpt", {**CP, "tp": 2}), ("qlora", {"pp": 2, **SP}),
     ("lora", {"pp": 2, **Z3}), ("qlora-double", {"pp": 2, "shard": 2, "zero": 1}), ("lora-moe", {**Z3, "tp": 2, "ep": 2}),
     ("qlora-moe", {"pp": 2, "replicate": 2, "ep": 2}), ("lora", {"replicate": 2, **Z3}), ("qlora-fp8", {"tp": 4, "sp": True}), ("lora", {**CP, **Z3}),
+    ("lora", {"replicate": 2, "tp": 2}), ("qlora", {"replicate": 2, **SP}), ("qlora-fp8", {"shard": 2, "zero": 1, "tp": 2}),
+    ("qlora-double", {"shard": 2, "zero": 1, **SP}), ("lora-gpt", {"shard": 2, "zero": 2, "tp": 2}), ("qlora-int8", {"shard": 2, "zero": 2, **SP}),
+    ("lora-gpt", {"replicate": 2, **CP}), ("lora", {"shard": 2, "zero": 1, **ULYSSES}), ("qlora", {"shard": 2, "zero": 2, **CP}),
+    ("lora", {"shard": 2, "zero": 2, "pp": 2}), ("lora-moe", {"shard": 2, "zero": 1, "ep": 2}), ("qlora-moe", {"shard": 2, "zero": 2, "ep": 2}),
+    ("qlora", {**CP, **SP}), ("lora", {"tp": 2, **ZBV}), ("lora", {**CP, "pp": 2}), ("qlora-moe", {**SP, "ep": 2, "expert_tp": 1}),
 ]  # fmt: skip
+
+
+PAIRED = {"data": ("dp", "zero1", "zero2", "zero3"), "tensor": ("tp", "sp"), "context": ("cp",), "pipeline": ("pp",), "expert": ("ep",)}  # fmt: skip
+
+
+def strategies_of(fields: dict[str, Any]) -> set[str]:
+    """The strategies of a plan under the names of `PAIRED`."""
+    plan = Plan(**fields)
+    found = {
+        name for name, size in (("dp", plan.replicate), ("cp", plan.cp), ("pp", plan.pp), ("ep", plan.ep)) if size > 1
+    }
+    found |= {f"zero{plan.zero}"} if plan.shard > 1 else set()
+    return found | ({"sp" if plan.sp else "tp"} if plan.tp > 1 else set())
 
 
 class Layout(NamedTuple):

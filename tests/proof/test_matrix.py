@@ -4,6 +4,7 @@ issues the lowered collectives."""
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 
 import layouts
 import pytest
@@ -98,6 +99,16 @@ def test_a_layout_trains_what_one_device_trains(layout):
     assert {p.name for trace in traces for p in trace.pieces} == {p.name for p in (one.replicas or [one])[0].pieces}
     assert all(error < BOUND for error in agreement.errors.values()), agreement.errors
     assert_issues_what_is_lowered(layout, traces)
+
+
+def test_adapters_have_a_layout_for_every_strategy_and_pair():
+    """Data parallelism or a stage of ZeRO, tensor or sequence, context, pipeline and expert parallelism."""
+    covered = [layouts.strategies_of(fields) for _, fields in layouts.ADAPTED]
+    families = layouts.PAIRED.values()
+    wanted = [{one, other} for a, b in combinations(families, 2) for one in a for other in b]
+    wanted += [{one} for family in families for one in family]
+    assert [pair for pair in wanted if not any(pair <= names for names in covered)] == []
+    assert [fields for model, fields in layouts.ADAPTED if layouts.refused(model, fields)] == []
 
 
 ON_OUR_BACKEND = [({"pp": 2, "shard": 2, "zero": 1, "ep": 2}, "muon")]
