@@ -3,9 +3,11 @@
     python benchmarks/gpu/decode.py predict                 before anything is measured; CLUSTER: the file of a calibration
     python benchmarks/gpu/decode.py measure llama3-8b
 
-prefill   one sequence: seconds until the logits of its last token, with compiled layers and eager
+prefill   one sequence: seconds until the logits of its last token
 token     one more token of each sequence behind the context, as a CUDA graph that is replayed at each position, which is what the prediction
-          assumes, and as the host issues it. Layers are compiled as one graph each, experts included, unless --eager
+          assumes, and as the host issues it. Sequences continue with different tokens, so that they choose different experts
+
+Layers are compiled as `meshwright train` compiles them, all layers of a kind with the same graphs, unless --eager.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,7 +90,7 @@ def print_kernels(replay: Callable[[], Any]) -> None:
 def measure(name: str, given: argparse.Namespace) -> None:
     """Times of a prompt and of a token of each batch. The first tokens, captured and not, give the same logits."""
     from meshwright.models.decode import decoding
-    from meshwright.parallel.compile import compiled, prepare_compiler
+    from meshwright.parallel.compile import compile_layer, graph_counts, prepare_compiler
 
     model, context = configuration(name, given.context, given.set).model, given.context
     network = drawn(model)
@@ -98,11 +101,15 @@ def measure(name: str, given: argparse.Namespace) -> None:
         if not given.eager:
             prepare_compiler(torch.device(DEVICE))
             for layer in network.layers.values():
-                layer.forward = compiled(layer.forward, one_graph=not layer.expert)
+                compile_layer(layer)
+        began = time.perf_counter()
+        first_logits = decoder.prompt(ids).clone()
+        wait()
+        found |= {"first_prompt_s": time.perf_counter() - began, "graphs": graph_counts()[0]}
         prefill = median_s(lambda: decoder.prompt(ids), 5)
         size = decoder.bytes / 2**30 * context / (context + ROOM)
         print(json.dumps(found | {"prefill_s": prefill, "cache_gib_of_a_sequence": size}), flush=True)
-        errors = [relative(decoder.prompt(ids), expected[0]), relative(decoder.token(ids[:, -1]), expected[1])]
+        errors = [relative(first_logits, expected[0]), relative(decoder.token(ids[:, -1]), expected[1])]
         first = [tuple(x.clone() for x in g.kept) for g in decoder.geometries]
         for batch in given.batches:
             decoder.allocate(batch)
@@ -110,8 +117,9 @@ def measure(name: str, given: argparse.Namespace) -> None:
                 for buffer, x in zip(geometry.kept, kept, strict=True):
                     buffer.copy_(x.expand_as(buffer))
             decoder.at = context
-            last = ids[0, -1:].expand(batch)
-            row = found | {"batch": batch, "first_logits": errors, "issued_s": tokens_s(decoder, last, context, 10)}
+            last = torch.cat((ids[0, -1:], torch.randint(0, model.vocab, (batch - 1,), device=DEVICE)))
+            issued = tokens_s(decoder, last, context, 10)
+            row = found | {"batch": batch, "graphs": graph_counts()[0], "first_logits": errors, "issued_s": issued}
             if DEVICE == "cuda":
                 decoder.at = context
                 decoder.capture()
@@ -120,7 +128,7 @@ def measure(name: str, given: argparse.Namespace) -> None:
             print(json.dumps(row), flush=True)
             if given.profile and DEVICE == "cuda":
                 decoder.at = context
-                print_kernels(lambda last=last: decoder.token(last))
+                print_kernels(partial(decoder.token, last))
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
