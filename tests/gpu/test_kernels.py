@@ -121,6 +121,50 @@ def test_offloaded_activations_return_before_backward_needs_them(full):
     assert away.down_bytes == away.up_bytes > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "width", "values"),
+    [(1, 32, 8, 128, 128), (5, 6, 2, 80, 80), (64, 8, 8, 64, 64), (2, 16, 1, 576, 512), (1, 40, 2, 128, 128)],
+    ids=["grouped", "no power of two", "many sequences", "latents", "more heads than a program"],
+)
+def test_attention_of_a_token_equals_float64(batch, heads, kv_heads, width, values, dtype):
+    """Positions at the ends of blocks and of runs; rows behind the position are NaN and not read."""
+    from meshwright.models.decode import attend_token
+
+    rows = 2048
+    q = drawn(batch, heads, 1, width, dtype=dtype)
+    keys, scale = drawn(batch, kv_heads, rows, width, seed=1, dtype=dtype), width**-0.5
+    v = keys[..., :values] if values < width else drawn(batch, kv_heads, rows, values, seed=2, dtype=dtype)
+    for at in (2047, 1000, 64, 63, 0):
+        keys[:, :, at + 1 :], v[:, :, at + 1 :] = torch.nan, torch.nan
+        k_double, v_double = (x[:, :, : at + 1].double().repeat_interleave(heads // kv_heads, 1) for x in (keys, v))
+        probabilities = (q.double() @ k_double.transpose(-1, -2) * scale).softmax(-1)
+        exact, size = probabilities @ v_double, probabilities @ v_double.abs()
+        found = attend_token(q, keys, v, torch.tensor([at], device="cuda"), scale)
+        # Tensor cores multiply float32 in 10 bits, and weights have the dtype of the values.
+        assert ((found.double() - exact).abs() <= (2**-7 if dtype == torch.float32 else 2**-6) * size).all(), at
+
+
+def test_tokens_replayed_from_a_graph_are_the_ordinary_ones():
+    """Grouped queries with a window, and latents; every position replays the graph that was captured at the first one."""
+    from meshwright.describe.model import Model
+    from meshwright.models import build
+    from meshwright.models.decode import generate
+    from meshwright.parallel.pieces import materialise
+
+    shape = {"hidden": 256, "layers": 3, "heads": 4, "ffn": 512, "vocab": 512, "max_positions": 128}
+    latents = {"attention": "mla", "kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32, "kv_heads": 4}
+    for fields in ({"kv_heads": 2, "window": 16}, latents):
+        torch.manual_seed(0)
+        network = build(Model(**shape, **fields))
+        materialise(network, "cuda")
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.05)
+        prompt = torch.randint(0, 512, (3, 40), device="cuda")
+        assert torch.equal(generate(network, prompt, 30, capture=True), generate(network, prompt, 30)), fields
+
+
 def test_a_kernel_for_attention_is_chosen():
     from meshwright.parallel.stages import KERNELS, prefer_fastest
 

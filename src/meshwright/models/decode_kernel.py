@@ -90,7 +90,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, at: Tensor, scale: float) ->
     kv_heads, rows, values_width = keys.shape[1], keys.shape[2], values.shape[-1]
     group = query_heads // kv_heads
     parts = triton.cdiv(group, HEADS)
-    block = 64 if width <= 256 else 32
+    block = (64 if width <= 256 else 32) * 2 // q.element_size()  # blocks of all stages fit the shared memory
     splits = max(1, min(triton.cdiv(PROGRAMS, batch * kv_heads * parts), triton.cdiv(rows, block), 64))
     main = 1 << (width.bit_length() - 1)
     other = max(16, triton.next_power_of_2(width - main)) if width > main else 16
