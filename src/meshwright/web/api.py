@@ -63,9 +63,9 @@ class Cache:
             self.bytes -= len(old) + len(dropped)
 
 
-QUICK, SLOW, SEARCHED = "quick", "slow", "search"  # pools of workers
+QUICK, CHIPS, SLOW, SEARCHED = "quick", "chips", "slow", "search"  # pools of workers
 # Tasks that take seconds, and the one that prices every chip; all others are quick.
-POOL_OF = {**dict.fromkeys(("plan", "explain", "compare"), SEARCHED), "choices": SLOW}
+POOL_OF = {**dict.fromkeys(("plan", "explain", "compare"), SEARCHED), "choices": CHIPS}
 POOL_OF_VIEWS = {CHEAP: QUICK, registry.SLOW: SLOW, SEARCH: SEARCHED}
 WATCH_S, HEARTBEAT_S = 0.5, 15.0
 MOST_STREAMS, MOST_WATCHED = 32, 16

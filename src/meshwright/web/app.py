@@ -16,7 +16,7 @@ from meshwright.host import usable_processes
 from meshwright.view.page.frame import TYPES, live_page, static_file, static_names
 from meshwright.view.page.runs import RunFolders
 from meshwright.web import schema
-from meshwright.web.api import QUICK, SEARCHED, SLOW, Api, Cache
+from meshwright.web.api import CHIPS, QUICK, SEARCHED, SLOW, Api, Cache
 from meshwright.web.jobs import Refused, WorkerPool
 from meshwright.web.safety import RequestGuard, error_response
 from meshwright.web.tasks import TASKS
@@ -57,7 +57,8 @@ class Site:
         """Start the worker processes."""
         processes = max(2, min(usable_processes(), 4))
         self.pools[QUICK] = WorkerPool(QUICK, processes, MANY, QUICK_LIMIT_S, finish=True)
-        self.pools[SLOW] = WorkerPool(SLOW, 2, MANY, SEARCH_LIMIT_S, finish=False)
+        for kind in (CHIPS, SLOW):
+            self.pools[kind] = WorkerPool(kind, 2, MANY, SEARCH_LIMIT_S, finish=False)
         self.pools[SEARCHED] = WorkerPool(SEARCHED, 2, FEW, SEARCH_LIMIT_S, finish=False)
         for pool in self.pools.values():
             await pool.start()

@@ -24,7 +24,8 @@ from meshwright.web import tasks
 LINE, DONE, FAILED = b"+", b".", b"!"
 MEMORY_BYTES = 8 * 2**30  # address space of a worker: a request for more fails, and the machine stays usable
 GRACE_S = 5.0  # a worker that the server could not stop in time stops itself
-NICENESS = {"slow": 10, "search": 5}  # they leave the processor to the cheap views, and chips to first answers
+# Cheap views first, then the first answers of searches, then chips; advice and other slow views wait for them.
+NICENESS = {"search": 5, "chips": 10, "slow": 19}
 
 
 def serve(pipe: Connection, kind: str, limit_s: float, plugin_names: list[str]) -> None:

@@ -126,7 +126,7 @@ def _completions(case: Case, field: str, value: Any) -> Iterator[dict[str, Any]]
     if usual:
         yield chosen | usual
     yield chosen
-    for start in ({}, usual):
+    for start in ({}, usual) if usual else ({},):
         settings = chosen | start
         broken = _first_broken(case.with_settings(settings))
         if broken is None:
