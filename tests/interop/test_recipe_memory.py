@@ -15,7 +15,9 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.interop.assemble import switch_stack
+from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.interop.recipes import check
+from meshwright.interop.write import settings_of
 from meshwright.predict.estimate import lowered
 from meshwright.predict.prediction import element
 
@@ -105,6 +107,73 @@ def gib(recipe: dict[str, Any]) -> float:
     peak = check(recipe).memory_gib
     assert peak is not None
     return peak
+
+
+AUTOMODEL_MOE = {
+    "model.config.pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B", "step_scheduler.global_batch_size": 512,
+    "step_scheduler.local_batch_size": 16, "distributed.ep_size": 8, "distributed.activation_checkpointing": True, "dataset.seq_len": 4096,
+    "model.backend.te_fp8.recipe": "mxfp8", "loss_fn._target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy",
+    "loss_fn.fp32_upcast": False, "optimizer._target_": "torch.optim.Adam",
+}  # fmt: skip
+V3 = {
+    "model.config.pretrained_model_name_or_path": "deepseek-ai/DeepSeek-V3", "step_scheduler.global_batch_size": 128,
+    "step_scheduler.local_batch_size": 2, "distributed.ep_size": 64, "model.backend.te_fp8.recipe": None,
+}  # fmt: skip
+GPT_OSS = {
+    "model.config.pretrained_model_name_or_path": "openai/gpt-oss-120b", "step_scheduler.global_batch_size": 1280,
+    "step_scheduler.local_batch_size": 8, "distributed.ep_size": 16, "distributed.moe.reshard_after_forward": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gpus", "changed", "measured"),
+    [(8, {}, 135.2), (64, V3, 107.44), (32, GPT_OSS, 132.5)],
+    ids=["qwen3", "v3", "gpt-oss"],
+)
+def test_peaks_that_automodel_states_for_its_recipes(gpus: int, changed: dict[str, Any], measured: float) -> None:
+    """GiB of tensors in the heads of qwen3_moe_30b_te_mxfp8_gb200.yaml, deepseek_v3_sdpa_compile_gb200.yaml and gptoss_120b_te_mxfp8_gb200.yaml
+    (examples/llm_benchmark at 36044ad3d1): gradients that are added up whole, or allocated when backward comes to them."""
+    recipe = {"id": "one", "framework": "Automodel", "gpus": gpus, "hardware": "GB200"}
+    assert gib({**recipe, "settings": AUTOMODEL_MOE | changed}) == pytest.approx(measured, rel=0.05)
+
+
+def test_gradients_that_fsdp_adds_up_whole() -> None:
+    """Transformers' Trainer reduces the gradients of FSDP with the last micro-batch of a step, unless `sync_each_batch` is set. Accelerate's
+    gradient_synchronization.md: a Mixtral 8x7B on 8 A100 of 80 GB takes 69 GB with one micro-batch and runs out of memory with two."""
+    settings = {
+        "model_name_or_path": "mistralai/Mixtral-8x7B-v0.1", "fsdp": "full_shard auto_wrap", "bf16": True, "per_device_train_batch_size": 1,
+        "max_length": 1024, "gradient_checkpointing": True,
+    }  # fmt: skip
+    recipe = {"id": "one", "framework": "TRL", "gpus": 8, "hardware": "A100 80GB"}
+    each = {"accelerator_config.gradient_accumulation_kwargs.sync_each_batch": True}
+    whole, shards = (
+        gib({**recipe, "settings": settings | {"gradient_accumulation_steps": 2} | more}) for more in ({}, each)
+    )
+    parameters = catalog.load("models", "mixtral-8x7b").total
+    assert whole - shards == pytest.approx((2 - 4 / 8) * parameters / 2**30, rel=0.05)  # less a copy of one layer
+    one = gib({**recipe, "settings": settings | {"gradient_accumulation_steps": 1}})
+    assert one == gib({**recipe, "settings": settings | {"gradient_accumulation_steps": 1} | each}) < shards
+
+
+def test_what_is_written_for_automodel_states_when_gradients_are_reduced() -> None:
+    config = Config(
+        catalog.load("models", "llama3-8b"), catalog.load("clusters", "dgx-h100").with_gpus(8), Plan(shard=8, zero=3, microbatch=1),
+        Workload(batch=32, seq=4096), catalog.load("stacks", "automodel"),
+    )  # fmt: skip
+    for reduce, plan in (("auto", config.plan), ("step", config.plan.but(reduce="step"))):
+        written = settings_of(config.but(plan=plan), FRAMEWORKS["automodel"])
+        assert written.settings.get("distributed.defer_fsdp_grad_sync", True) == (reduce == "step")
+        assert written.back.plan.reduces_each == plan.reduces_each
+
+
+def test_parts_of_a_sequence_store_no_scores() -> None:
+    """Context parallelism has kernels of its own: the `eager` of a setting is that of one rank."""
+    cut = {"model.backend.attn": "eager", "distributed.cp_size": 2, "packed_sequence.packed_sequence_size": 8192}
+    recipe = {"id": "one", "framework": "Automodel", "gpus": 8, "hardware": "GB200"}
+    settings = AUTOMODEL_MOE | {"step_scheduler.local_batch_size": 1}
+    assert gib({**recipe, "settings": settings | cut}) == gib(
+        {**recipe, "settings": settings | cut | {"model.backend.attn": "te"}}
+    )
 
 
 def test_scores_of_an_unfused_softmax_have_gradients_beside_them() -> None:

@@ -58,7 +58,10 @@ def state_memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
         shard = b.size(DATA_AXES[group].shard)
         share = rank.padded[group] / shard  # elements on the fullest rank
         out["parameters"] += np.where(b.zero >= 3, shards * share, b.param_bytes * count)
-        out["gradients"] += b.grad_bytes * np.where((b.zero >= 2) & b.reduce_each, share, count)
+        # What no rank shares is in no unit of FSDP: its gradients have the dtype of the parameters, whatever the reduction has.
+        is_plain = (b.zero >= 3) & (shard == 1) & b.stack.half_states
+        bytes_each = np.where(is_plain, np.minimum(b.grad_bytes, b.param_bytes), b.grad_bytes)
+        out["gradients"] += bytes_each * np.where((b.zero >= 2) & b.reduce_each, share, count)
         # If unsharded gradients are reduced after each micro-batch, the sums of earlier ones need a second buffer.
         twice = np.where(b.reduce_each & (b.zero == 0) & (b.microbatches > 1), b.grad_bytes, 0.0)
         out["gradients"] += count * (unfused + (error_feedback + twice) * (b.size("dp_cp") > 1))
@@ -230,7 +233,9 @@ def lazy_moment(program: StepProgram, rank: RankProgram, gradients: Array) -> Mo
         [
             loss._replace(saved=saved + loss.saved),
             Moment(saved + layer.saved, layer.working + unit_gradients(program, rank), head, layer.gathered),
-            Moment(one + layer.saved, layer.working, after_first, layer.gathered),
+            Moment(
+                one + layer.saved, layer.working, after_first, gathered_memory(program, rank, layers=True, first=True)
+            ),
             embedding_moment(program, rank)._replace(gradients=gradients),
             Moment(np.zeros(b.n), np.zeros(b.n), gradients),
         ]
@@ -285,10 +290,10 @@ def _add_compression(program: StepProgram, rank: RankProgram, out: dict[str, Arr
     out["working"] = out["working"] + np.maximum(together - live, 0.0)
 
 
-def gathered_memory(program: StepProgram, rank: RankProgram, layers: bool = False) -> Array:
+def gathered_memory(program: StepProgram, rank: RankProgram, layers: bool = False, first: bool = False) -> Array:
     """ZeRO-3: the gathered weights of the running unit and the prefetched one, or the buffer of the gather that it was copied from (of all layers if
-    forward does not free them). `layers`: while a layer computes and the head is freed. The unsharded gradient of a unit is in
-    `reduction_moments`, or in the buffer of flat shards."""
+    forward does not free them). `layers`: while a layer computes and the head is freed. `first`: while the first layer runs backward, which has
+    freed those of all others. The unsharded gradient of a unit is in `reduction_moments`, or in the buffer of flat shards."""
     b = program.batch
     if not present(b.zero == 3):
         return np.zeros(b.n)
@@ -305,7 +310,7 @@ def gathered_memory(program: StepProgram, rank: RankProgram, layers: bool = Fals
     elif b.stack.gradient_views and b.model.tied:  # the ends of the model are one unit, which stays gathered as well
         both = rank.counts["embedding"] * rank.counts["head"] * program.gathered["embedding"]
         units = units + np.where(both < largest, both, 0.0)
-    return np.where(b.zero == 3, np.where(b.reshard, np.minimum(units, rank.gathered), rank.gathered), 0.0)
+    return np.where(b.zero == 3, np.where(b.reshard | first, np.minimum(units, rank.gathered), rank.gathered), 0.0)
 
 
 def memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:

@@ -76,11 +76,14 @@ def graphed_parts(facts: Facts) -> tuple[str, ...]:
 def switch_stack(facts: Facts, plan: dict[str, Any], stack: Stack) -> dict[str, Any]:
     """The fields of the stack that the settings change."""
     stated = {name: facts[name] for name in ("saves", "loads") if facts.get(name)}
-    if facts.get("eager"):
+    eager = (
+        facts.get("eager") and plan.get("cp", 1) == 1
+    )  # parts of a sequence attend by flash, flex or scaled-dot-product kernels
+    if eager:
         stated["attention"] = "stored"
     parts = {part: facts.get(f"fused_{part}") for part in ("loss", "norm", "activation")}
     split = {part for part, on in parts.items() if on is False and part != "loss"}  # `memory` counts an unfused loss
-    split |= {"softmax"} if facts.get("eager") else set()
+    split |= {"softmax"} if eager else set()
     kept = tuple(part for part in stack.fused if part not in split)
     stated["fused"] = (*kept, *(part for part, on in parts.items() if on and part not in kept))
     if facts.get("cuda_graphs"):
@@ -180,6 +183,7 @@ def assemble(
     _batch(facts, out)
     _memory(facts, out)
     _numerics(facts, out)
+    _accumulate(facts, framework, out)
     out.stack_name = "deepspeed" if facts.get("by_deepspeed") and out.plan["zero"] else framework.stack
     stack = catalog.load("stacks", out.stack_name)
     out.exposed = switch_plan(facts, out.plan, stack)
@@ -365,3 +369,15 @@ def _numerics(facts: Facts, out: Assembled) -> None:
         out.workload["optimizer"] = facts["optimizer"]
     if half == "fp32" or facts.get("master") is False:
         out.plan["master"] = False
+
+
+def _accumulate(facts: Facts, framework: Framework, out: Assembled) -> None:
+    """Set when FSDP reduces gradients. Most trainers switch its reduction off until the last micro-batch of a step (`no_sync`,
+    `set_requires_gradient_sync`): until then every rank holds whole gradients, in the dtype of the reduction. The number of micro-batches must be
+    stated, or follow from a stated number of GPUs."""
+    plan = out.plan
+    by_fsdp = plan["zero"] == 3 and plan["pp"] == 1 and not facts.get("by_deepspeed")
+    is_known = facts.get("accumulation") or (facts.get("batch") and out.gpus > 0)
+    several = out.workload["batch"] > plan["microbatch"] * plan["replicate"] * plan["shard"]
+    if by_fsdp and is_known and several and facts.get("defers_reduction", framework.defers_reduction):
+        plan |= {"reduce": "step", "grad_dtype": facts.get("sum_dtype") or plan["param_dtype"]}

@@ -67,6 +67,8 @@ FACTS: dict[str, str] = {
     "precision_aware": "the optimizer that offload is a part of",
     "moe_reshard": "the same, where the model has experts",
     "reshard": "gathered weights are freed after forward",
+    "defers_reduction": "FSDP adds up whole gradients of micro-batches, and reduces them once per step",
+    "sum_dtype": "dtype in which it adds them up",
     "recompute": "activations recomputed in backward: none, selective or full",
     "recompute_every": "every n-th layer is recomputed",
     "recompute_layers": "number of layers that are recomputed",

@@ -243,7 +243,9 @@ def _stage(parts: dict[str, float], share: float, reading: SettingsReading) -> f
     elif facts.get("eight_bit_states"):
         out["optimizer"] *= EIGHT_BIT_STATES
     if facts.get("offload_parameters"):
-        out |= {"parameters": 0.0, "gradients": 0.0}
+        out["parameters"] = 0.0
+        if plan.reduces_each:  # whole gradients stay until they are reduced
+            out["gradients"] = 0.0
     elif (
         facts.get("offload_states") and not reading.framework.splits_evenly
     ):  # the gradients follow the states, but not in Megatron

@@ -63,6 +63,7 @@ def _degrees(plan: Plan, model: Model) -> Facts:
         "gpus": plan.world,
         "sharding": STAGES[plan.zero],
         "zero": plan.zero,
+        "defers_reduction": not plan.reduces_each if plan.zero == 3 and plan.pp == 1 else None,
         "reshard": plan.reshard and plan.pp == 1 if plan.zero == 3 else None,  # a pipeline gathers once a step
     }
 

@@ -35,6 +35,7 @@ def _derive(facts: Facts) -> None:
     if facts.get("tp", 1) == 1:
         facts["sp"] = False
     facts.setdefault("half", "bf16")
+    facts["sum_dtype"] = facts.get("grad_dtype")
     # Moments have the dtype of the parameters, and so have gradients, unless a pipeline adds them up over micro-batches:
     if facts.get("master") is False and facts["half"] == "bf16":
         facts["state_dtype"] = "bf16"  # FSDP2 does that in the dtype of the reduction, fp32 by default
@@ -62,7 +63,7 @@ def _restate(facts: Facts) -> None:
     facts["fsdp"] = "ddp" if replicas and only_data else "fsdp2"
     facts["dp"] = None
     if facts["fsdp"] == "ddp":  # it refuses the options of FSDP, and other axes
-        facts["replicate"] = facts["sp"] = facts["overlap_tp"] = facts["grad_dtype"] = None
+        facts["replicate"] = facts["sp"] = facts["overlap_tp"] = facts["grad_dtype"] = facts["defers_reduction"] = None
     if facts.get("pp", 1) == 1:
         for name in ("schedule", "pipeline_microbatch", "layers_per_chunk"):
             facts.pop(name, None)
@@ -103,6 +104,7 @@ TABLE = Table(
             words={"down": "down", "up": "up", None: None}),
         Key(D + "activation_checkpointing", "recompute", words={True: "full", False: "none", "full": "full", "selective": "selective"},
             was=("parallelizer.activation_checkpointing", "model.base_activation_checkpointing"), default="none"),
+        Key(D + "defer_fsdp_grad_sync", "defers_reduction", words=SWITCH, default=True),
         Key(D + "reshard_after_forward", "reshard", words={True: True, False: False, None: None}),
         Key(D + "moe.reshard_after_forward", "moe_reshard", words=SWITCH, was=("parallelizer.reshard_after_forward",)),
         flag("overlap_tp", D + "enable_async_tensor_parallel"),
@@ -162,6 +164,7 @@ AUTOMODEL = Framework(
     form="yaml",
     table=TABLE,
     torch_pipeline=True,
+    defers_reduction=True,
     names=("NeMo Automodel", "NeMo-Automodel"),
     comment="NeMo Automodel settings: the sections that follow from the plan",
     package="nemo-automodel",

@@ -165,11 +165,18 @@ GPT_NEOX = Framework(
 # A file of accelerate or DeepSpeed may say how weights are sharded, apart from these arguments.
 
 BOTH = {True: True, False: None}
+SYNC_EACH_BATCH = Key(
+    "accelerator_config.gradient_accumulation_kwargs.sync_each_batch",
+    "defers_reduction",
+    words={True: False, False: True},
+    read_only=True,
+)
 TRAINER_KEYS = (
     Key("model_name_or_path", "model", was=("model", "model_id")),
     Key("model_name_or_path", "hub_model", was=("model", "model_id")),
     *rows((("learning_rate", "learning_rate"), ("per_device_train_batch_size", "microbatch"))),
     Key("gradient_accumulation_steps", "accumulation", unset=("auto",)),
+    SYNC_EACH_BATCH,
     Key("max_length", "seq", was=("max_seq_length", "max_prompt_length")),
     Key("gradient_checkpointing", "recompute", words={True: "full", False: "none"}, default="full"),
     Key("fp16", "half", words={True: "fp16", False: None}),
@@ -246,6 +253,7 @@ LLAMA_FACTORY = Framework(
     launcher_shards=True,
     title="LLaMA-Factory",
     stack="accelerate",
+    defers_reduction=True,
     form="yaml",
     table=Table(
         known_as="llama-factory",
@@ -281,6 +289,7 @@ TRL = Framework(
     name="trl",
     title="TRL",
     stack="accelerate",
+    defers_reduction=True,
     form="yaml",
     table=Table(known_as="trl", keys=TRAINER_KEYS, not_modelled=OTHERS, derive=_trainer),
     names=("Transformers", "Trainer", "Hugging Face Trainer", "transformers Trainer"),
@@ -290,6 +299,7 @@ MS_SWIFT = Framework(
     name="ms-swift",
     title="ms-swift",
     stack="accelerate",
+    defers_reduction=True,
     form="yaml",
     table=Table(
         known_as="ms-swift",
