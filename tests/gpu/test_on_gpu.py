@@ -220,6 +220,26 @@ def test_dropout_is_the_same_on_any_device(dtype, width):
     assert all(torch.equal(here, there) for here, there in zip(*results, strict=True))
 
 
+def test_compiled_dropout_drops_the_same_elements():
+    """The second half of a sequence, so that positions start behind 0; forward and backward."""
+    from meshwright.models.dropout import Dropout, sample_hashes
+    from meshwright.models.step_context import within
+
+    device, results = torch.device("cuda"), []
+    layer = Dropout(0.3, "layers.0.ffn")
+    layer.share = (1, 2)
+    layer.prepare(device)
+    for module in (layer, torch.compile(layer, fullgraph=True, dynamic=False)):
+        x = torch.ones(4, 128, 1030, device=device, requires_grad=True)
+        with within(samples_B=sample_hashes(1, 2, range(4, 8), device)):
+            out = module(x)
+        out.sum().backward()
+        results.append((out.detach(), x.grad))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager == 0, compiled == 0)
+        torch.testing.assert_close(eager, compiled)
+
+
 def test_attention_dropout_is_the_same_on_any_device():
     """In tiles, also on a GPU: a fused kernel would draw different random numbers."""
     from meshwright.models.dropout import Dropped
