@@ -328,7 +328,7 @@ def test_adapters_are_a_knob_of_the_page(server: str, open_page: Open) -> None:
     page.get_by_text("All settings").click()
     pick(page, "Rank of adapters (LoRA)", "16")
     page.get_by_text("adapters of rank 16").wait_for()
-    page.get_by_label("Matrices with adapters").select_option("all-linear")
+    page.get_by_label("Adapted matrices").select_option("all-linear")
     page.wait_for_url(re.compile("all-linear"))
     pick(page, "Frozen base", "nf4")
     page.wait_for_url(re.compile(r"adapter\.rank=16.*adapter\.base=nf4|adapter\.base=nf4.*adapter\.rank=16"))

@@ -123,7 +123,7 @@ function knobs() {
     degree("microbatch", "Micro-batch, samples"),
     when(() => choices?.sizes["workload.imbalance"], ofWorkload("imbalance", "Expert imbalance: busiest rank over the mean", chips)),
     ofAdapter("rank", "Adapters (LoRA), rank"), ofAdapter("base", "Frozen base"),
-    ofAdapter("targets", "Matrices with adapters", words, (v) => v.join(", ") || "PEFT’s default"));
+    ofAdapter("targets", "Adapted matrices", words, (v) => v.join(", ") || "as PEFT does"));
 }
 
 function workloadSection() {

@@ -136,6 +136,12 @@ function drawPanel(panel, again, height) {
   }
   if (needed.some((a) => a.stale)) return busy;
   const data = view.needs ? Object.fromEntries(names.map((name, i) => [name, found[i]?.data ?? null])) : found[0].data;
+  const rest = JSON.stringify([needed.map((a) => a.serial), state.get().page.options[view.name]]), isLate = view.late && !again && panel.rest === rest;
+  panel.rest = rest;
+  if (isLate) { // only an optional answer came: the drawing of the others stays
+    keepFocus(body, () => view.late(body, data, context(view, busy)));
+    return busy;
+  }
   body.style.minHeight = `${height}px`; // the page does not jump while the view is drawn again
   keepFocus(body, () => {
     clear(body);
@@ -144,6 +150,7 @@ function drawPanel(panel, again, height) {
       save.attach(body, view.name);
     } catch (error) {
       console.error(error);
+      panel.rest = null;
       misfit(Object.fromEntries(names.map((name) => [name, answers.get(name)?.data]))).then((other) => {
         body.append(refusal({ code: "", what: `the view "${view.title}" could not be drawn`, why: other ? `The server sent no such ${other}: it is of another version than the page in this tab` : String(error), valid: [], fix: other ? "reload the page" : "" }));
       });

@@ -1,6 +1,6 @@
 // The workspace Plan: where the step's time goes, memory by stage and what to change first. Details open below it.
 
-import { format, h, panel } from "meshwright/draw.js";
+import { clear, format, h, panel } from "meshwright/draw.js";
 import { stages } from "meshwright/views/memory.js";
 import { steps } from "meshwright/views/waterfall.js";
 
@@ -10,13 +10,15 @@ export const view = {
   workspace: "plan",
   needs: ["verdict", "memory", "waterfall", "advice"],
   optional: ["advice"],
-  draw(element, { verdict, memory, waterfall, advice }, context) {
-    const time = panel("Where the step’s time goes", null), room = panel("Memory per GPU, by stage", null), next = panel("What to change first", null);
+  draw(element, data, context) {
+    const { verdict, memory, waterfall } = data, list = h("div", { class: "changes" });
+    const time = panel("Where the step’s time goes", null), room = panel("Memory per GPU, by stage", null), next = panel("What to change first", null, list);
     element.append(h("div", { class: "overview" }, time, room, next), about(verdict));
     steps(time, waterfall);
     stages(room, memory, { most: 6 });
-    changes(next, advice, context);
+    view.late(element, data, context);
   },
+  late: (element, { advice }, context) => changes(clear(element.querySelector(".changes")), advice, context),
 };
 
 /** The changes that save most, then the findings of lint, each with a button that applies it. */
