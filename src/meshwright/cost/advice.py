@@ -59,9 +59,9 @@ def overlapped_step(compute: float, communication: float, hideable: float = 1.0)
     return compute + max(0.0, communication - hideable * compute)
 
 
-def minimum_stage_bandwidth(activation_bytes: float, compute_seconds: float, passes: int = 2) -> float:
+def minimum_stage_bandwidth(activation_bytes: float, compute_seconds: float) -> float:
     """Bytes/s between stages at which sends (one forward, one backward) take no longer than the compute of a micro-batch."""
-    return passes * activation_bytes / compute_seconds
+    return 2 * activation_bytes / compute_seconds
 
 
 def ring_buffer(seq: int, ranks: int, kv_width: int, dtype_bytes: float) -> float:
@@ -128,24 +128,22 @@ def inference_latency(
     memory_bandwidth: float,
     alpha: float,
     beta: float,
-    dtype_bytes: float = 2,
-    batch: int = 1,
 ) -> float:
-    """Seconds per generated token at small batch: every weight is read once, plus two all-reduces of b·h per layer.
+    """Seconds per generated token of one 16-bit sequence: every weight is read once, plus two all-reduces of h numbers per layer.
 
     Tensor parallelism divides the reading time by tp. A pipeline does not: each token still reads all weights, stage after stage.
     """
-    read = parameters * dtype_bytes / (tp * memory_bandwidth)
+    read = parameters * 2 / (tp * memory_bandwidth)
     if tp == 1:
         return read
-    message = batch * hidden * dtype_bytes
+    message = hidden * 2
     return read + 2 * layers * (2 * math.ceil(math.log2(tp)) * alpha + 2 * (tp - 1) / tp * message * beta)
 
 
-def microbatches_for(schedule: str, ranks: int, virtual: int, efficiency: float, most: int = 1 << 14) -> int | None:
+def microbatches_for(schedule: str, ranks: int, virtual: int, efficiency: float) -> int | None:
     """The smallest number of micro-batches at which equal stages reach this pipeline efficiency (1 − bubble fraction); None: none up to
-    `most` does. 1F1B: M ≥ (P−1)·e/(1−e), so 80% of 4 stages needs 12."""
-    counts = np.arange(1, most + 1)
+    16,384 does. 1F1B: M ≥ (P−1)·e/(1−e), so 80% of 4 stages needs 12."""
+    counts = np.arange(1, 2**14 + 1)
     reached = _efficiency(schedule, ranks, counts, virtual) >= efficiency - 1e-9
     return int(counts[reached.argmax()]) if reached.any() else None
 

@@ -146,11 +146,11 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
     return new_lines(folder / STEPS, 0)[0]
 
 
-def last_rows(folder: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
-    """The rows at the end of a run: those in the last `size` bytes."""
+def last_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows at the end of a run: those in the last 64 KiB."""
     file = folder / STEPS
     try:
-        begin = max(0, file.stat().st_size - size)
+        begin = max(0, file.stat().st_size - 2**16)
     except FileNotFoundError:
         return []
     lines = list(complete_lines(file, begin))[1 if begin else 0 :]  # the first one may have begun before

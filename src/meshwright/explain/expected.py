@@ -64,14 +64,14 @@ def shape_key(batch: float, *sizes: float) -> ShapeKey:
     return round(batch), tuple(sorted(round(size) for size in sizes))
 
 
-def expected_products(config: Config, rank: int = 0) -> dict[ShapeKey, tuple[float, float, str]]:
-    """Predicted seconds and FLOPs per step of the products of each shape, and the operations that they are."""
+def expected_products(config: Config) -> dict[ShapeKey, tuple[float, float, str]]:
+    """Predicted seconds and FLOPs per step of the products of each shape on rank 0, and the operations that they are."""
     device, precision, stack = config.cluster.accelerator, config.workload.precision, config.stack
     program = cost_of(config).program
     out: dict[ShapeKey, tuple[float, float, str]] = {}
     for (block, phase), ops in program.blocks.items():
         for op in ops if phase in PHASES else ():
-            times = float(np.max(program.ranks[rank].times(block, phase) * op.count * program.batch.microbatches))
+            times = float(np.max(program.ranks[0].times(block, phase) * op.count * program.batch.microbatches))
             if op.kind != "gemm" or not op.shape or not times:
                 continue
             key = shape_key(*(float(np.max(size)) for size in op.shape))

@@ -118,10 +118,10 @@ class TraceExplanation:
         }
 
 
-def explain_traces(traces: Sequence[RankTrace], device: Accelerator | None = None) -> TraceExplanation:
-    """Recognise and attribute the steps of all ranks. `device`: whose rates are usual; default: the catalog's for the name in the traces."""
+def explain_traces(traces: Sequence[RankTrace]) -> TraceExplanation:
+    """Recognise and attribute the steps of all ranks. Usual rates are those of the catalog's device with the name in the traces."""
     run = traced_run([RecognisedTrace(trace) for trace in traces])
-    device = device or device_of(traces)
+    device = device_of(traces)
     steps = {r.rank: attribute(r) for r in run.ranks}
     return TraceExplanation(run, steps, {r.rank: traced_products(r.found, device) for r in run.ranks})
 

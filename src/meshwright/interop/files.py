@@ -109,13 +109,11 @@ def recognise(settings: dict[str, Any], args: list[str], path: str | Path, named
     )
 
 
-def read_settings(
-    path: str | Path, *, gpus: int = 0, hardware: str = "", model: str = "", text: str | None = None
-) -> SettingsReading:
+def read_settings(path: str | Path, *, gpus: int = 0, model: str = "", text: str | None = None) -> SettingsReading:
     """The reading of a settings file."""
     settings, args = parse(path, text)
     framework = recognise(settings, args, path)
-    return understand(framework, settings, args, gpus=gpus, hardware=hardware, model=model)
+    return understand(framework, settings, args, gpus=gpus, model=model)
 
 
 def target_framework(name: str, file: str) -> Framework | None:

@@ -243,19 +243,24 @@ def apply(
         parallel.pieces += own
     if model.tied and program is not None:  # creating the groups is a collective of all ranks
         parallel.tied = [(TOKENS, mesh.ends if program.rank_of[0] != program.rank_of[-1] else None)]
+    set_weights(parallel, weights or DrawnWeights(model, seed, scatter))
+    if program is not None:
+        parallel.pipeline = make_pipeline(parallel, program, dtype)
+    choose_attention_kernel(model, plan, workload, dtype, device)
+    return parallel
+
+
+def set_weights(parallel: Parallel, weights: Weights) -> None:
+    """Give all pieces their first weights. Each is read once: masters get the numbers themselves, and the parameters their rounding."""
+    plan = parallel.plan
     masters = parallel.masters = masters_of(parallel.pieces, plan)
-    # Each piece is read once: masters get the numbers themselves, and the parameters their rounding.
-    initialise(parallel.updated, weights or DrawnWeights(model, seed, scatter))
+    initialise(parallel.updated, weights)
     if masters is not None:
         masters.give_parameters()
         masters.moved_bytes = 0  # it counts the copies of training steps
     if plan.average_every:
         trained = [piece for piece in parallel.updated if not piece.frozen]
-        parallel.local = LocalSgd(mesh, plan.average_every, trained, masters, parallel.reductions)
-    if program is not None:
-        parallel.pipeline = make_pipeline(parallel, program, dtype)
-    choose_attention_kernel(model, plan, workload, dtype, device)
-    return parallel
+        parallel.local = LocalSgd(parallel.mesh, plan.average_every, trained, masters, parallel.reductions)
 
 
 def resolve_plan(model: Model, plan: Plan, workload: Workload, device: str) -> tuple[Plan, PipelineProgram | None]:

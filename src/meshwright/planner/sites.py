@@ -49,9 +49,7 @@ class Scaled:
         return self.mfu * self.goodput
 
 
-def scale_out(
-    start: Estimate, copies: Sequence[int], save: float, restart: float, weak: bool = True, gpu_mtbf: float = GPU_MTBF
-) -> list[Scaled]:
+def scale_out(start: Estimate, copies: Sequence[int], save: float, restart: float, weak: bool = True) -> list[Scaled]:
     """The plan of `start` repeated along data parallelism; strong scaling leaves out copies the batch cannot feed."""
     rows: list[Scaled] = []
     base = 0.0
@@ -67,7 +65,7 @@ def scale_out(
             continue
         rate = (e.prediction.tokens_per_s or 0.0) / plan.world
         base = base or rate
-        failures = reliability(plan.world, save, restart, gpu_mtbf)
+        failures = reliability(plan.world, save, restart, GPU_MTBF)
         rows.append(Scaled(plan.world, batch, e.prediction.step_time_s, e.prediction.mfu or 0.0, rate / base, failures))
     return rows
 

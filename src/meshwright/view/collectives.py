@@ -187,7 +187,7 @@ def number(x: Any) -> str:
     return f"{x:g}"
 
 
-def comparison_page(comparison: Comparison, note: str = NOTE) -> Group:
+def comparison_page(comparison: Comparison) -> Group:
     """Return the times by size and algorithm, the fastest marked, and the crossovers."""
     names = list(comparison.times)
     rows: list[list[object]] = []
@@ -197,7 +197,7 @@ def comparison_page(comparison: Comparison, note: str = NOTE) -> Group:
     grid = FittedTable([">size", *(f">{name}" for name in names)], rows)
     aside = f"{comparison.ranks} ranks on {comparison.cluster}"
     title = heading(f"{comparison.operation}: algorithms by message size", aside)
-    return Group(title, grid, leads(comparison), Text(note, "dim"))
+    return Group(title, grid, leads(comparison), Text(NOTE, "dim"))
 
 
 def leads(comparison: Comparison) -> Table:

@@ -273,20 +273,14 @@ class StackFit:
     messages: dict[int, Normal]  # of each leaf: what its runs say
     typical: Normal
 
-    def family(self, name: str, without: str = "") -> Normal:
-        """The numbers of a stack, from all sources but one."""
-        return self._family(name, without)
-
-    def _family(self, name: str, without: str = "", framework: str = "") -> Normal:
-        population = self._population(name, without, framework)
+    def family(self, name: str, without: str = "", framework: str = "") -> Normal:
+        """The numbers of a stack, from all sources but one, and from stacks that are not of one framework."""
+        population = self.population(name, without, framework)
         return population.through(BETWEEN_STACKS) * self._runs_say(name, without)
 
     def source(self, leaf: Leaf) -> Normal:
         """The numbers of a stack in a source, before any run of this source, or of its framework, is seen."""
-        return self._family(leaf.family, leaf.source, leaf.framework).through(BETWEEN_SOURCES)
-
-    def population(self, without: str = "") -> Normal:
-        return self._population("", without)
+        return self.family(leaf.family, leaf.source, leaf.framework).through(BETWEEN_SOURCES)
 
     def _runs_say(self, family: str, without: str) -> Normal:
         return product(
@@ -297,7 +291,7 @@ class StackFit:
             ]
         )
 
-    def _population(self, family: str, without: str, framework: str = "") -> Normal:
+    def population(self, family: str = "", without: str = "", framework: str = "") -> Normal:
         """The typical stack by all families that are in use, but one, and but those of one framework."""
         unseen = {family} | {leaf.family for leaf in self.leaves if framework and leaf.framework == framework}
         names = sorted({leaf.family for leaf in self.leaves if not leaf.obsolete} - unseen)

@@ -132,9 +132,6 @@ class FSDP1(FrameworkAdapter):
             r.part_of(flat) for r in known if r.held[1] > r.held[0] and flat.numel() >= r.at + r.held[1] - r.held[0]
         ]
 
-    def gradient(self, name: str, parameter: nn.Parameter) -> list[HeldPart]:
-        return [] if parameter.grad is None else self.value(name, parameter.grad)
-
     def local_gradient(self, name: str, gradient: torch.Tensor) -> list[HeldPart]:
         return [HeldPart(gradient, whole(gradient))]
 

@@ -64,9 +64,6 @@ class OwnNetwork(FrameworkAdapter):
             if view.numel()
         ]
 
-    def gradient(self, name: str, parameter: nn.Parameter) -> list[HeldPart]:
-        return [] if parameter.grad is None else self.value(name, parameter.grad)
-
     def local_gradient(self, name: str, gradient: torch.Tensor) -> list[HeldPart]:
         return self.value(name, gradient)
 

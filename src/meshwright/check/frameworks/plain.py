@@ -74,7 +74,7 @@ class FrameworkAdapter:
         return {}
 
     def gradient(self, name: str, parameter: nn.Parameter) -> list[HeldPart]:
-        return [] if parameter.grad is None else [HeldPart(*local_part(summed(parameter.grad)))]
+        return [] if parameter.grad is None else self.value(name, summed(parameter.grad))
 
     def local_gradient(self, name: str, gradient: torch.Tensor) -> list[HeldPart]:
         """A gradient before the reduction: of the part of the parameter that this rank computes with."""

@@ -74,8 +74,8 @@ def run(name: str, topology: Topology, command: Sequence[str], settings: RunSett
     """Run the command everywhere; return when all have ended well, raise when the first one fails."""
     nodes = settings.nodes or topology.nodes
     per_node = settings.ranks_per_node or topology.ranks_per_node
-    check_range("nodes", nodes, 1, topology.nodes)
-    check_range("ranks-per-node", per_node, 1, 256 // nodes)
+    check_range("nodes", nodes, topology.nodes)
+    check_range("ranks-per-node", per_node, 256 // nodes)
     if not command:
         raise refused("there is no command to run", "meshwright emulate run -- python train.py")
     if shutil.which(command[0]) is None:

@@ -24,6 +24,7 @@ NAMESPACES = Path("/run/netns")
 CLONE_NEWNET = 0x40000000
 NET_ADMIN, SYS_ADMIN = 12, 21  # numbers of capabilities: network devices; namespaces
 COMMAND_TIMEOUT_S = 20.0
+GRACE_S = 3.0  # between SIGTERM and SIGKILL
 PATH = "/usr/local/sbin:/usr/sbin:/sbin"  # where `ip` and `tc` are if a user's PATH leaves them out
 
 Result = TypeVar("Result")
@@ -114,7 +115,7 @@ def is_running(process: dict[str, int] | None) -> bool:
     return bool(process) and process_start(process["pid"]) == process["started"] != 0  # type: ignore[index]
 
 
-def end_process(process: dict[str, int] | None, grace_s: float = 3.0) -> None:
+def end_process(process: dict[str, int] | None) -> None:
     """End the process {"pid", "started"}: SIGTERM, and SIGKILL after the grace. No other process is ever signalled."""
     if not process:
         return
@@ -123,11 +124,11 @@ def end_process(process: dict[str, int] | None, grace_s: float = 3.0) -> None:
     except ProcessLookupError:
         return
     try:
-        for number, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, grace_s)):
+        for number in (signal.SIGTERM, signal.SIGKILL):
             if not is_running(process):
                 return
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, number)
-            select.select([handle], [], [], seconds)  # readable when the process has ended
+            select.select([handle], [], [], GRACE_S)  # readable when the process has ended
     finally:
         os.close(handle)

@@ -41,8 +41,8 @@ class Topology:
     nodes_per_switch: int = 0  # 0: all nodes, or half of them if oversubscribed
 
     def __post_init__(self) -> None:
-        check_range("nodes", self.nodes, 1, MAX_NODES)
-        check_range("ranks-per-node", self.ranks_per_node, 1, MAX_RANKS // self.nodes)
+        check_range("nodes", self.nodes, MAX_NODES)
+        check_range("ranks-per-node", self.ranks_per_node, MAX_RANKS // self.nodes)
         if self.rate < MIN_RATE:
             raise refused("the rate between nodes is below 0.1 Mb/s", "--between 200Mb/s,1ms")
         if not 0 <= self.delay <= MAX_DELAY_S:
@@ -103,11 +103,11 @@ class Topology:
         return self.uplink if link[0] in ("up", "down") else self.rate
 
 
-def check_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
+def check_range(name: str, value: int, high: int) -> None:
+    if not 1 <= value <= high:
         why = f"An emulated cluster has at most {MAX_NODES} nodes and {MAX_RANKS} ranks"
-        fix = f"--{name} {min(max(value, low), high)}"
-        raise refused(f"{name}={value} is out of range", fix, why, [f"{low} to {high}"])
+        fix = f"--{name} {min(max(value, 1), high)}"
+        raise refused(f"{name}={value} is out of range", fix, why, [f"1 to {high}"])
 
 
 def refused(what: str, fix: str, why: str = "", valid: Iterable[object] = ()) -> MeshwrightError:

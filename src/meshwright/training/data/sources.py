@@ -114,14 +114,14 @@ SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"
 
 
 @cache
-def standard_library(limit: int = CORPUS_BYTES) -> np.ndarray:
+def standard_library() -> np.ndarray:
     """The bytes of the standard library's source files, in the order of their paths."""
     text = bytearray()
     for path in sorted(source_files(Path(sysconfig.get_paths()["stdlib"]))):
         text += path.read_bytes()
-        if len(text) >= limit:
+        if len(text) >= CORPUS_BYTES:
             break
-    return np.frombuffer(bytes(text[:limit]), dtype=np.uint8)
+    return np.frombuffer(bytes(text[:CORPUS_BYTES]), dtype=np.uint8)
 
 
 def source_files(root: Path) -> Iterator[Path]:

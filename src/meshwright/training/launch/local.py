@@ -84,6 +84,7 @@ STUCK_S = 5.0  # for ranks that were told to end
 STOP_S = 30.0  # for ranks that save after SIGTERM
 REPEAT_S = 1.0  # signals within this time are one
 POLL_S = 0.1
+LAST_LINES = 60  # of a log, in the report of a failure
 
 
 @dataclass
@@ -398,7 +399,7 @@ def exit_name(code: int | None) -> str:
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
 
-def last_lines(log: Path, lines: int = 60) -> str:
+def last_lines(log: Path) -> str:
     if not log.exists():
         return ""
-    return "\n".join(log.read_text("utf-8", errors="replace").splitlines()[-lines:])
+    return "\n".join(log.read_text("utf-8", errors="replace").splitlines()[-LAST_LINES:])

@@ -41,16 +41,14 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "meshwright"
 
 
-def machine_key(
-    ranks: int, dtype: str = "fp32", reduced_dtype: str = "fp32", backend: str = "gloo", device: str = "cpu"
-) -> dict[str, str]:
+def machine_key(ranks: int, dtype: str = "fp32", reduced_dtype: str = "fp32", backend: str = "gloo") -> dict[str, str]:
     """Return the key of a calibration: the machine, versions and ranks for which it is valid."""
     return {
         "version": str(VERSION),
         "processor": processor(),
         "machine": platform.machine(),
         "cores": f"{usable_cores():g}",
-        "device": device,
+        "device": "cpu",
         "ranks": str(ranks),
         "dtype": dtype,
         "reduced_dtype": reduced_dtype,
