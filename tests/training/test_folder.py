@@ -29,8 +29,9 @@ from meshwright.describe.run_folder import (
 )
 from meshwright.errors import MeshwrightError
 from meshwright.predict.prediction import predict
+from meshwright.training.environment import git_state
 from meshwright.training.faults.inject import set_disk_full
-from meshwright.training.folder import RunFolder, check_unused, claimed, git_state
+from meshwright.training.folder import RunFolder, check_unused, claimed
 from meshwright.training.hooks import StepRecord
 
 CONFIG = Config.from_parts(

@@ -22,10 +22,7 @@ import errno
 import fcntl
 import json
 import os
-import platform
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,12 +54,11 @@ from meshwright.describe.run_folder import (
 from meshwright.errors import IO_ERROR, MeshwrightError, cannot_write, listed
 from meshwright.host import replace_file
 from meshwright.training.checkpoint.folder import UNUSED, set_aside
+from meshwright.training.environment import environment
 from meshwright.training.hooks import Hook, StepRecord
+from meshwright.training.rows import remove_rows, remove_unfinished_line
 from meshwright.units import Json, counted
-from meshwright.version import installed_versions
 
-# Their versions are noted, if installed
-PACKAGES = ("meshwright", "torch", "numpy", "safetensors", "tokenizers", "transformers")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, or for this user, or in this file
 MOST_WAITING = 100_000  # lines
 FROM_SCRATCH = "from-scratch"  # the kind of the event
@@ -383,51 +379,3 @@ def not_written(path: Path, lost: list[str], reason: str) -> MeshwrightError:
         fix=f"free disk space, then meshwright train --resume {path}",
         exit_code=IO_ERROR,
     )
-
-
-def remove_rows(file: Path, first_step: int) -> int:
-    """Remove the rows of `first_step` and of all later steps, which will be trained again, and a line that was not finished. Returns the
-    number of rows before. A line that cannot be read does not end them: it stays."""
-    if not file.is_file():
-        return 0
-    offset = rows = 0
-    with file.open("r+b") as stream:
-        for line in stream:
-            row = parsed(line)
-            if not line.endswith(b"\n") or (row and row[0].get("step", first_step) >= first_step):
-                break
-            offset += len(line)
-            rows += len(row)
-        stream.truncate(offset)
-    return rows
-
-
-def remove_unfinished_line(file: Path) -> None:
-    """Remove the line that a process was writing when it died."""
-    if not file.is_file():
-        return
-    with file.open("r+b") as stream:
-        stream.truncate(sum(len(line) for line in stream if line.endswith(b"\n")))
-
-
-def environment() -> Json:
-    """Return the facts that a run depends on besides its plan: versions, git state, command line, host, start time."""
-    versions = {"python": platform.python_version(), **installed_versions(PACKAGES)}
-    place = {"hosts": [socket.gethostname()], "platform": platform.platform()}
-    return {"started": time.time(), "command": sys.argv, **place, "versions": versions, "git": git_state()}
-
-
-def git_state(folder: Path | None = None) -> Json | None:
-    """Commit, branch and changed files of the repository in which the run was started; None outside of one, or without git."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "--no-optional-locks", *arguments]
-        options: Json = {"cwd": folder, "capture_output": True, "text": True, "timeout": 5, "check": True}
-        return subprocess.run(command, **options).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no").splitlines()
-        about = {"commit": git("rev-parse", "HEAD"), "branch": git("rev-parse", "--abbrev-ref", "HEAD")}
-        return {**about, "changed": len(changed)}
-    except (OSError, subprocess.SubprocessError):
-        return None
