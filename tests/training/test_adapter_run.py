@@ -8,6 +8,7 @@ import torch
 
 import ranks
 from hf_folders import IDS, logits, our_network, saved
+from meshwright.cli import main
 from meshwright.describe import hf, legality
 from meshwright.describe.adapter import Adapter
 from meshwright.describe.config import Config
@@ -83,7 +84,7 @@ def test_a_checkpoint_has_the_adapters_alone_and_another_plan_resumes_it(run):
 
 
 @pytest.mark.parametrize("base", ["plain", "nf4"])
-def test_the_merged_folder_computes_what_base_and_adapters_do(run, base, tmp_path):
+def test_the_merged_folder_computes_what_base_and_adapters_do(run, base, tmp_path, capsys):
     out, folder, _ = run
     merged = to_huggingface(out / base, tmp_path / "merged").folder
     adapters = to_peft(out / base, tmp_path / "adapters").folder
@@ -102,6 +103,10 @@ def test_the_merged_folder_computes_what_base_and_adapters_do(run, base, tmp_pat
         assert 0.001 < float((stored - plain).abs().mean() / plain.abs().mean()) < 0.3
     with pytest.raises(MeshwrightError, match="MW-ADPT-012"):
         to_huggingface(out / base, tmp_path / "again", like=merged)
+    again = ["--to", "huggingface", "--out", str(tmp_path / "again"), "--like", str(merged)]
+    with pytest.raises(SystemExit, match="2"):
+        main(["checkpoint", "convert", str(out / base), *again])
+    assert "MW-ADPT-012" in capsys.readouterr().err
 
 
 def test_peft_computes_the_same_logits(run, tmp_path):
@@ -169,6 +174,37 @@ def test_a_folder_that_does_not_fit_is_refused(change, words, code, tmp_path):
         return
     with pytest.raises(MeshwrightError, match=code):
         check_start(config)
+
+
+RUN = 'cluster = "laptop"\n[plan]\nreplicate = 1\n[workload]\nbatch = 4\nseq = 16\n'
+
+
+@pytest.mark.parametrize(
+    ("base", "settings", "message", "fix"),
+    [
+        ({}, ["targets=qury_proj"], "MW-ADPT-002: adapter.targets: 'qury_proj' matches no matrix", "adapter.targets=q"),
+        ({}, ["rank=17"], "MW-ADPT-004: adapter.rank=17 exceeds the 32 × 16 matrix attention.k", "adapter.rank=16"),
+        ({}, ["start_from=PEFT"], "is not one of this model: none of its tensors", "--from FOLDER"),
+        ({"quant_method": "fp8"}, ["base=nf4"], "are quantised already (fp8)", "adapter.base=plain"),
+        ({"quant_method": "bitsandbytes"}, [], "MW-HF-015: the weights are quantised with 'bitsandbytes'", "--from a folder"),
+    ],
+)  # fmt: skip
+def test_what_a_user_types_wrongly_is_one_clear_error(base, settings, message, fix, tmp_path, capsys):
+    folder, other = saved("llama", tmp_path / "base"), saved("gpt2", tmp_path / "gpt2")
+    model = model_of(other)
+    export_adapter(tmp_path / "peft", model, DrawnWeights(model, 5), "gpt2", torch.float32)
+    if base:
+        changed_config = json.loads((folder / "config.json").read_text()) | {"quantization_config": base}
+        (folder / "config.json").write_text(json.dumps(changed_config))
+    (tmp_path / "run.toml").write_text(RUN)
+    words = ["rank=3", "alpha=6", "targets=all-linear", *settings]
+    sets = [w for word in words for w in ("--set", f"adapter.{word}".replace("PEFT", str(tmp_path / "peft")))]
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", str(tmp_path / "run.toml"), "--from", str(folder), "--out", str(tmp_path / "out"), *sets])
+    error = capsys.readouterr().err
+    assert message in error
+    assert f"Fix: {fix}" in error or f"Fix: --set {fix}" in error
+    assert "Traceback" not in error
 
 
 def test_a_quantised_base_is_not_quantised_again(tmp_path):

@@ -173,6 +173,7 @@ def plain_tensors(stored: Tensors, config: dict[str, Any]) -> Tensors:
         f"the weights are quantised with '{str(method)[:40]}'",
         why="They cannot be turned back into plain numbers here",
         valid=["fp8 (blocks)", "mxfp4", "weights that are not quantised"],
+        fix="--from a folder with the original weights; --set adapter.base=nf4 quantises them beside adapters",
     )
 
 

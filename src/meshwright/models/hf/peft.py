@@ -111,7 +111,7 @@ class PeftFolder:
             f"the adapter in '{self.path}' is not one of this model: {what}"
             + (f" ({', '.join(names)})" if names else ""),
             why=f"It was trained on {self.config.get('base_model_name_or_path') or 'another model'}",
-            fix="name the model that it was trained on: --set model=FOLDER",
+            fix="--from FOLDER, the model that it was trained on",
         )
 
 
