@@ -173,6 +173,48 @@ def test_an_illegal_state_says_why_and_offers_the_nearest_legal_plan(server: str
     settled(page)
 
 
+def edited(page: Any, edit: Callable[[list[Any]], list[Any]]) -> None:
+    """Let the page get edited answers of its views."""
+
+    def answer(route: Any) -> None:
+        found = route.fetch()
+        lines = edit([json.loads(line) for line in found.text().splitlines()])
+        route.fulfill(response=found, body="".join(f"{json.dumps(line)}\n" for line in lines))
+
+    page.route("**/api/views", answer)
+
+
+def check_old_advice_cannot_be_applied(page: Any) -> None:
+    """After a change the advice of the plan before is dimmed, and its buttons do nothing, until the new advice is there."""
+    edited(page, lambda lines: [line for line in lines if line["view"] != "advice"])
+    pick(page, "Tensor parallel, tp", "2")
+    shows(page, "tp 2")
+    address, button = page.url, page.get_by_role("button", name="Apply").first
+    assert page.locator(".outdated .advice").count() == 1
+    assert button.is_disabled()
+    button.click(force=True)
+    assert page.url == address
+    page.unroute("**/api/views")
+    page.go_back()
+    until(page, "!document.querySelector('.outdated')")
+    settled(page)
+    assert button.is_enabled()
+
+
+def test_a_view_that_cannot_be_drawn_says_so_once(server: str, open_page: Open) -> None:
+    page = open_page(server + "/" + SMALL)
+    page.evaluate("console.error = () => {}")
+    edited(
+        page, lambda lines: [{**line, "data": {"stages": 1}} if line["view"] == "memory" else line for line in lines]
+    )
+    page.evaluate("import('meshwright/state.js').then((s) => s.set('workload.batch', 128))")
+    page.locator("#view .notice.error").first.wait_for()
+    page.evaluate("for (let i = 0; i < 3; i++) document.dispatchEvent(new CustomEvent('meshwright:theme'))")
+    shows(page, "reload the page", "#view .notice.error")
+    page.wait_for_timeout(300)
+    assert page.locator("#view .notice.error").count() == 1
+
+
 @pytest.mark.daily
 def test_the_workspace_plan(server: str, open_page: Open) -> None:
     """Chips have effects, a change is applied with what follows, scenarios are compared and restored from the address."""
@@ -194,6 +236,7 @@ def test_the_workspace_plan(server: str, open_page: Open) -> None:
     again = open_page(page.url)
     assert again.locator("#scenarios tr", has_text="plan.tp").locator("mark").inner_text() == "2"
     assert page.locator("#view[data-view=overview] .advice li").count() > 0
+    check_old_advice_cannot_be_applied(page)
     moe = open_page(server + "/" + SMALL.replace("tiny", "tiny-moe", 1).replace("view=overview", "") + "&view=experts")
     settled(moe)
     table = moe.get_by_role("region", name="Step, memory and dropped copies by imbalance")

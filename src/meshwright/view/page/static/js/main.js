@@ -115,8 +115,15 @@ function draw(again = true) {
   frame();
   const heights = shown.map(({ body }) => body.offsetHeight); // read together: each change of the page would compute the layout again
   const busy = shown.map((panel, i) => drawPanel(panel, again, heights[i])).some(Boolean);
+  for (const node of parts.view.querySelectorAll("[data-answer]")) outdate(node, answers.get(node.dataset.answer)?.stale);
   parts.view.classList.toggle("refreshing", busy);
   parts.view.setAttribute("aria-busy", String(busy));
+}
+
+/** Dim what an optional answer of an older state shows; its buttons do nothing, but keep the focus. */
+function outdate(node, stale) {
+  node.classList.toggle("outdated", Boolean(stale));
+  for (const button of node.querySelectorAll("button")) button.ariaDisabled = stale ? "true" : null;
 }
 
 /** Draw one view; returns whether an answer is missing. The old drawing stays until new data has come. */
@@ -127,6 +134,7 @@ function drawPanel(panel, again, height) {
   if (!again && panel.drawn === drawn) return busy;
   panel.drawn = drawn;
   if (failed && !view.drawsErrors) {
+    panel.attempt = null;
     clear(body).append(refusal(failed.error));
     return busy;
   }
@@ -142,6 +150,7 @@ function drawPanel(panel, again, height) {
     keepFocus(body, () => view.late(body, data, context(view, busy)));
     return busy;
   }
+  const attempt = (panel.attempt = {});
   body.style.minHeight = `${height}px`; // the page does not jump while the view is drawn again
   keepFocus(body, () => {
     clear(body);
@@ -152,7 +161,7 @@ function drawPanel(panel, again, height) {
       console.error(error);
       panel.rest = null;
       misfit(Object.fromEntries(names.map((name) => [name, answers.get(name)?.data]))).then((other) => {
-        body.append(refusal({ code: "", what: `the view "${view.title}" could not be drawn`, why: other ? `The server sent no such ${other}: it is of another version than the page in this tab` : String(error), valid: [], fix: other ? "reload the page" : "" }));
+        if (panel.attempt === attempt) body.append(refusal({ code: "", what: `the view "${view.title}" could not be drawn`, why: other ? `The server sent no such ${other}: it is of another version than the page in this tab` : String(error), valid: [], fix: other ? "reload the page" : "" })); // else it was drawn again
       });
     }
   });
@@ -235,6 +244,7 @@ function begin() {
     redraw();
   }).observe(parts.view);
   document.addEventListener("meshwright:theme", redraw);
+  parts.view.addEventListener("click", (event) => event.target.closest(".outdated") && event.stopPropagation(), true);
   parts.view.addEventListener("pointerdown", () => { pressed = true; });
   for (const kind of ["pointerup", "pointercancel"]) {
     window.addEventListener(kind, () => {

@@ -11,14 +11,14 @@ export const view = {
   needs: ["verdict", "memory", "waterfall", "advice"],
   optional: ["advice"],
   draw(element, data, context) {
-    const { verdict, memory, waterfall } = data, list = h("div", { class: "changes" });
+    const { verdict, memory, waterfall } = data, list = h("div", { dataset: { answer: "advice" } });
     const time = panel("Where the step’s time goes", null), room = panel("Memory per GPU, by stage", null), next = panel("What to change first", null, list);
     element.append(h("div", { class: "overview" }, time, room, next), about(verdict));
     steps(time, waterfall);
     stages(room, memory, { most: 6 });
     view.late(element, data, context);
   },
-  late: (element, { advice }, context) => changes(clear(element.querySelector(".changes")), advice, context),
+  late: (element, { advice }, context) => changes(clear(element.querySelector("[data-answer]")), advice, context),
 };
 
 /** The changes that save most, then the findings of lint, each with a button that applies it. */
