@@ -6,7 +6,8 @@
 Each rank has the logits of its part of the vocabulary. The maximum takes one all-reduce, the sum of exponentials and the
 target's logit another, of one and of two numbers per token: 3·T values instead of the T·V of gathered logits. The
 gradient, softmax(z) − onehot(t), needs no communication: each rank computes its own columns. Backward computes the softmax again from the logits,
-which are in 16 bits, and the two numbers per token; a compiled loss then has no tensor of T·V numbers in float32.
+which are in 16 bits, and one number per token. What it computes from them depends on the incoming gradient, by a zero: without it torch's compiler
+computes the softmax in forward and keeps T·V numbers in float32 for backward.
 
 A token outside the vocabulary is on no rank: the embedding would silently be zero. On a CPU it is checked, as
 `F.embedding` does on one device; on a GPU the check would make the host wait for the device, so there it is not made.
@@ -62,17 +63,19 @@ class _CrossEntropy(torch.autograd.Function):
         shifted_TV = logits_TV.to(wide) - largest_T[:, None]
         picked_T = shifted_TV.gather(1, local_T[:, None])[:, 0].masked_fill(~mine_T, 0.0)
         total_T, picked_T = exchange.all_reduce(torch.stack((shifted_TV.exp_().sum(1), picked_T)), group)
-        ctx.save_for_backward(logits_TV, largest_T, total_T, local_T, mine_T, valid_T)
+        column_T = torch.where(mine_T, local_T, -1)
+        ctx.save_for_backward(logits_TV, largest_T + total_T.log(), column_T, valid_T)
         return ((total_T.log() - picked_T) * valid_T).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        logits_TV, largest_T, total_T, local_T, mine_T, valid_T = ctx.saved_tensors
-        gradient_TV = (logits_TV.to(total_T.dtype) - largest_T[:, None]).exp_().div_(total_T[:, None])
+        logits_TV, normaliser_T, column_T, valid_T = ctx.saved_tensors
+        scale_T = (valid_T * gradient)[:, None]
         columns_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
-        gradient_TV.add_((columns_V == local_T[:, None]) & mine_T[:, None], alpha=-1)
-        return gradient_TV.mul_((valid_T * gradient)[:, None]).to(logits_TV.dtype), None, None, None
+        softmax_TV = (logits_TV - (normaliser_T + 0 * gradient)[:, None]).exp()
+        gradient_TV = torch.where(columns_V == column_T[:, None], softmax_TV * scale_T - scale_T, softmax_TV * scale_T)
+        return gradient_TV.to(logits_TV.dtype), None, None, None
 
 
 def cross_entropy(logits_BSV: Tensor, target_BS: Tensor, start: int, vocabulary: int, group: ProcessGroup) -> Tensor:
