@@ -170,8 +170,7 @@ function pipeline(element, d) {
 
 /** Matrices with their numbers: a card for each GPU, and the result. */
 function matrices(element, d) {
-  const cards = h("div", { class: "columns" });
-  element.append(cards);
+  const cards = element.appendChild(h("div", { class: "columns" }));
   for (const { title, matrices: all } of d.cards) {
     const most = Math.max(...all.map((m) => m.rows[0].length)), wide = Math.min(38, (Math.min(element.clientWidth, 520) - 24) / most), high = 22, card = h("div");
     cards.append(card);

@@ -30,12 +30,11 @@ const current = () => VIEWS.find((view) => view.name === state.get().page.view &
 
 const WORKSPACES = { plan: "Plan", learn: "Learn", runs: "Runs" };
 const inWorkspace = (name) => VIEWS.filter((view) => view.workspace === name && available(view));
-const tabOf = (view) => view.tab ?? view.short ?? view.title;
 /** The views that are shown together: in the workspace Plan the overview, and below it those of the open tab. */
 function open() {
   const now = current(), first = inWorkspace("plan")[0];
   if (now.workspace !== "plan") return [now];
-  return [first, ...inWorkspace("plan").filter((view) => view !== first && tabOf(view) === tabOf(now))];
+  return [first, ...inWorkspace("plan").filter((view) => view !== first && view.tab === now.tab)];
 }
 
 /** The workspaces in the header, and the tabs of the present one: a tab opens all views of its name. */
@@ -47,14 +46,14 @@ function navigation() {
     return h("li", null, tab);
   };
   const tab = (view) => {
-    const node = link(isPlan && tabOf(view) === tabOf(now) ? views[0] : view, tabOf(view)); // an open tab closes
-    if (tabOf(view) === tabOf(now)) node.setAttribute("aria-current", "page");
+    const node = link(isPlan && view.tab === now.tab ? views[0] : view, view.tab); // an open tab closes
+    if (view.tab === now.tab) node.setAttribute("aria-current", "page");
     return h("li", null, node);
   };
   const workspaces = Object.entries(WORKSPACES).filter(([name]) => inWorkspace(name).length);
   clear(parts.workspaces).append(h("ul", null, workspaces.map(workspace)));
   parts.workspaces.hidden = workspaces.length < 2;
-  const tabs = (isPlan ? views.slice(1) : views).filter((view, i, all) => all.findIndex((other) => tabOf(other) === tabOf(view)) === i);
+  const tabs = (isPlan ? views.slice(1) : views).filter((view, i, all) => all.findIndex((other) => other.tab === view.tab) === i);
   clear(parts.nav).append(h("ul", null, tabs.map(tab)));
   parts.nav.hidden = views.length < 2;
   document.body.dataset.workspace = source.bare ? "none" : now.workspace;

@@ -136,8 +136,7 @@ function curve(box, { title, key, lines, text, evaluated = "", expected = null, 
 
 /** Exposed seconds of the busiest rank by part, measured (in the colour of the run) and predicted (hatched). */
 export function parts(element, runs) {
-  const box = panel("By part of the step", runs.map(({ run }) => `${runs.length > 1 ? `${run.name}: ` : ""}rank ${run.parts.communication.busiest_rank}, the busiest, mean of ${run.parts.communication.steps} steps`).join("; ") + ". Hatched: predicted.");
-  element.append(box);
+  const box = element.appendChild(panel("By part of the step", runs.map(({ run }) => `${runs.length > 1 ? `${run.name}: ` : ""}rank ${run.parts.communication.busiest_rank}, the busiest, mean of ${run.parts.communication.steps} steps`).join("; ") + ". Hatched: predicted."));
   const of = (c, name) => [c.exposed_s[name] ?? 0, c.predicted_exposed_s[name] ?? 0], all = runs.map(({ run }) => run.parts.communication);
   const names = [...new Set(all.flatMap((c) => [...Object.keys(c.exposed_s), ...Object.keys(c.predicted_exposed_s)]))].filter((name) => all.some((c) => of(c, name).some(Boolean)));
   const rows = names.flatMap((name) => runs.flatMap(({ run, colour }, k) => of(run.parts.communication, name).map((value, predicted) => ({ label: k || predicted ? "" : part.NAMES[name] ?? name, text: value ? format.seconds(value) : "", parts: [{ value, colour, pattern: predicted ? "hatch" : null, formula: `${part.NAMES[name] ?? name}, ${predicted ? "predicted" : "measured"}${runs.length > 1 ? ` in ${run.name}` : ""}: ${format.seconds(value)}` }] }))));

@@ -4,10 +4,7 @@ import { curves } from "meshwright/curves.js";
 import { format, h, panel, stat } from "meshwright/draw.js";
 
 export const view = {
-  name: "batch",
   title: "Efficiency against the batch",
-  tab: "Scaling",
-  workspace: "plan",
   sentence: "A larger batch gives more compute behind which gradients are reduced, and more micro-batches to fill the pipeline. Above the critical batch, more of it buys little.",
   draw(element, data) {
     const now = data.rows.find((r) => r.batch === data.batch);
@@ -15,8 +12,7 @@ export const view = {
       stat("This batch", format.whole(data.batch), { detail: data.seq === null ? "samples" : `sequences of ${format.whole(data.seq)} tokens` }),
       ...(now ? [stat("MFU", format.percent(now.mfu), { formula: now.formula, detail: `${format.percent(now.lost_share)} bubble and gradients` })] : []),
       stat("Critical batch", data.critical === null ? "none" : format.whole(data.critical), { detail: data.critical === null ? "" : "samples", formula: data.critical_reason, tone: data.critical !== null && data.batch < data.critical ? "warn" : "" })));
-    const box = panel("MFU by batch", data.note);
-    element.append(box);
+    const box = element.appendChild(panel("MFU by batch", data.note));
     const points = (key) => data.rows.map((r) => ({ x: r.batch, y: r[key], formula: r.formula }));
     const marks = [...(data.critical ? [{ at: data.critical, words: `critical batch ${format.whole(data.critical)}`, colour: "bad" }] : []), { at: data.batch, words: `this batch ${format.whole(data.batch)}`, colour: "quiet" }];
     curves(box, { label: data.note, height: 320, x: { log: 2, label: "batch, samples", format: format.count }, y: { from: 0, label: "MFU and share of the step", format: (v) => format.percent(v, 0) }, marks,

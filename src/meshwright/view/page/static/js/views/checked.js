@@ -8,10 +8,7 @@ import { parts } from "meshwright/views/sheet.js";
 const CELL = 14, LANE = 26, LEFT = 220, TOP = 40;
 
 export const view = {
-  name: "checked",
   title: "Recordings compared",
-  short: "Recordings",
-  workspace: "runs",
   ownTitle: !source.live,
   needs: source.live ? [] : ["checked"],
   sentence: "Two recordings of the same steps, on one device and on many: where they first differ, and what its numbers look like.",
@@ -35,9 +32,8 @@ function look(cell) {
 }
 
 function strip(element, { lanes, modules, first }) {
-  const box = panel("The network, module by module", "In the order of computation, from left to right. Point at a cell for its error and its bound."), frame = h("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Modules" });
-  element.append(box);
-  box.append(frame);
+  const frame = h("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Modules" });
+  const box = element.appendChild(panel("The network, module by module", "In the order of computation, from left to right. Point at a cell for its error and its bound.", frame));
   const width = Math.max(contentWidth(frame), LEFT + CELL * modules.length + 24);
   const chart = figure(frame, { width, height: TOP + LANE * lanes.length + 24, left: LEFT, top: TOP, right: 24, bottom: 24, label: first?.text ?? "No module differs" });
   chart.root.style.maxWidth = "none";

@@ -6,10 +6,7 @@ const COLOURS = ["compute", "tp", "optimizer", "ep", "cp", "pp", "dp", "quiet", 
 let playing = null; // the timer of the player
 
 export const view = {
-  name: "collectives",
   title: "Collectives, step by step",
-  short: "Collectives",
-  workspace: "learn",
   sentence: "A collective is a program: in each step ranks send chunks of their buffers. Play it, then see which algorithm is the fastest for which message.",
   leave: () => clearInterval(playing),
   draw(element, data, context) {
@@ -28,20 +25,17 @@ export const view = {
       stat("Used for", about.used.split(",")[0], { detail: about.used.split(",").slice(1).join(",") })));
     if (data.algorithm) explain(element, data, about);
     if (data.comparison) {
-      const box = panel("Which algorithm for which size", `${data.ranks} ranks on ${data.cluster}: ${data.formulas.crossovers}.`);
-      element.append(box);
+      const box = element.appendChild(panel("Which algorithm for which size", `${data.ranks} ranks on ${data.cluster}: ${data.formulas.crossovers}.`));
       sizes(box, data);
     }
-    const tree = panel("The family of collectives", `Solid: an operation composed of two others. Dashed: duals, each the other one played backward.${context.live ? " Choose one to explore it." : ""}`);
-    element.append(tree);
+    const tree = element.appendChild(panel("The family of collectives", `Solid: an operation composed of two others. Dashed: duals, each the other one played backward.${context.live ? " Choose one to explore it." : ""}`));
     family(tree, data, context);
   },
 };
 
 /** The formula and the player. */
 function explain(element, data, about) {
-  const play = panel(`${data.algorithm} ${data.operation}`, `${about.about}. t = ${data.algorithms.find((a) => a.name === data.algorithm)?.formula ?? ""}`);
-  element.append(play);
+  const play = element.appendChild(panel(`${data.algorithm} ${data.operation}`, `${about.about}. t = ${data.algorithms.find((a) => a.name === data.algorithm)?.formula ?? ""}`));
   data.program ? player(play, data.program) : play.append(h("p", { class: "empty" }, "Too many moves to draw: choose fewer ranks."));
 }
 

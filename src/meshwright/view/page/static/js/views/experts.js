@@ -3,10 +3,7 @@
 import { area, axis, figure, format, h, linear, panel, table, threshold } from "meshwright/draw.js";
 
 export const view = {
-  name: "experts",
   title: "Load of experts",
-  tab: "Experts",
-  workspace: "plan",
   sentence: "All ranks wait for the one whose experts get most tokens. A capacity limits its load and drops what is above.",
   draw(element, data, context) {
     if (!data.loads.length) return element.append(h("p", { class: "empty" }, "No tokens choose experts in this model: there is no load to balance."));

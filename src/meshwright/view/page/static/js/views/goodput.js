@@ -6,10 +6,7 @@ import { choice, format, h, panel, stat } from "meshwright/draw.js";
 const MTBF = [["", "as Llama 3’s GPUs"], "30min", "1h", "3h", "12h", "3d"], SAVE = [["", "10 s (default)"], "1s", "30s", "60s", "5min"], RESTART = [["", "5 min (default)"], "30s", "2min", "10min", "30min"];
 
 export const view = {
-  name: "goodput",
   title: "Goodput and checkpoints",
-  tab: "Goodput",
-  workspace: "plan",
   sentence: "Saving often wastes time on saves, saving seldom loses work at a failure. The curve is flat around its top: half or twice the best interval costs little.",
   draw(element, data, context) {
     element.append(h("div", { class: "stats" },
@@ -18,8 +15,7 @@ export const view = {
       stat("Failure every", format.seconds(data.mtbf_s), { detail: `${format.whole(data.gpus)} GPUs together`, formula: data.formulas.mtbf_s }),
       stat("MFU × goodput", format.percent(data.effective_mfu), { detail: `MFU ${format.percent(data.mfu)}` }),
       stat("Checkpoint", format.bytes(data.checkpoint_bytes), { detail: "weights, masters, moments", formula: data.formulas.checkpoint_bytes })));
-    const box = panel("Goodput by interval", data.note);
-    element.append(box);
+    const box = element.appendChild(panel("Goodput by interval", data.note));
     if (context.live) {
       const select = (name, values, key) => choice(name, values, context.options[key] ?? "", (v) => context.setOptions({ [key]: v }));
       box.append(h("div", { class: "controls" }, select("Time between failures", MTBF, "mtbf"), select("A save blocks for", SAVE, "checkpoint"), select("Restart takes", RESTART, "restart")));

@@ -3,14 +3,10 @@
 import { axis, band, figure, format, h, heatmap, panel, ramp } from "meshwright/draw.js";
 
 export const view = {
-  name: "heatmap",
   title: "Tensor × pipeline parallelism",
-  tab: "Best plans",
-  workspace: "plan",
   sentence: "Throughput of the fastest plan with these degrees; all other fields are searched. Grey pairs have no plan, for the reason in the cell. Choose a cell to use its plan.",
   draw(element, data, context) {
-    const box = panel("Fastest plan of each pair", context.refreshing ? `${data.note} First plans; the search goes on.` : data.note);
-    element.append(box);
+    const box = element.appendChild(panel("Fastest plan of each pair", context.refreshing ? `${data.note} First plans; the search goes on.` : data.note));
     chart(box, data, context);
     if (data.reasons.length) box.append(h("p", { class: "sentence" }, `No plan: ${data.reasons.map((r) => ({ memory: "memory – the leanest plan needs more than a GPU has", GPUs: "GPUs – tp × pp does not divide the GPUs", heads: "heads – tp does not divide the attention heads", layers: "layers – more stages than layers", batch: "batch – the batch cannot be divided" }[r] ?? r)).join("; ")}.`));
   },

@@ -3,10 +3,7 @@
 import { format, h, panel, stat, table } from "meshwright/draw.js";
 
 export const view = {
-  name: "leaders",
   title: "The best plans",
-  tab: "Best plans",
-  workspace: "plan",
   sentence: "The fastest plans that fit, found by the same search as the command plan. “Use” puts a plan into the knobs.",
   draw(element, data, context) {
     const best = data.leaders[0], use = (row) => context.update({ plan: row.plan });

@@ -12,10 +12,7 @@ let built = null; // the chapter on the page, or on its way: { key, width, node 
 let turned = false; // a button led to the chapter: the keyboard goes on at its title
 
 export const view = {
-  name: "learn",
   title: "Learn distributed training",
-  short: "Course",
-  workspace: "learn",
   needs: [],
   localOptions: true,
   liveOnly: true,

@@ -5,10 +5,7 @@ import { area, axis, choice, figure, format, h, label, legend, linear, line, pan
 import * as part from "meshwright/parts.js";
 
 export const view = {
-  name: "memory",
   title: "Memory per GPU",
-  tab: "Memory",
-  workspace: "plan",
   sentence: "The peak of the fullest stage, and how activations come and go within a step. Early stages hold those of more micro-batches.",
   draw(element, data, context) {
     element.append(h("div", { class: "stats" }, ...stats(data)));

@@ -6,10 +6,7 @@ const KINDS = { F: ["forward", "forward"], B: ["backward", "backward"], I: ["bac
 const TEXT = { share: (v) => format.percent(v), s: (v) => format.seconds(v, 4), "bit/s": (v) => `${(v / 1e9).toFixed(2)} Gb/s`, MiB: (v) => `${format.number(v / 2 ** 20, 4)} MiB`, GiB: (v) => `${format.number(v / 2 ** 30, 4)} GiB` };
 
 export const view = {
-  name: "modeler",
   title: "Bandwidth and efficiency modeler",
-  short: "Modeler",
-  workspace: "learn",
   sentence: "A pipeline by its few numbers. A published tool shows the same inputs; its values stand next to the corrected ones.",
   draw(element, data, context) {
     const i = data.inputs, set = (key) => (value) => context.setOptions({ [key]: value });
@@ -38,8 +35,7 @@ export const view = {
       { title: "difference", key: "why", text: (v) => v || "none" },
     ], data.rows, { caption: "Numbers of the pipeline" })));
     element.append(panel("Chunks behind backward", "More chunks overlap more and cost more.", h("p", null, data.chunks.formula, ".")));
-    const line = panel("The schedule, walked", `${i.stages} stages × ${i.microbatches} micro-batches = ${i.stages * i.microbatches} forwards and as many backwards. White is the bubble.`);
-    element.append(line);
+    const line = element.appendChild(panel("The schedule, walked", `${i.stages} stages × ${i.microbatches} micro-batches = ${i.stages * i.microbatches} forwards and as many backwards. White is the bubble.`));
     if (data.timeline) schedule(line, data.timeline);
     else line.append(h("p", { class: "empty" }, "Too many actions to draw here: the timeline view has them all."));
     element.append(panel("Stages", "Activations flow forward, gradients backward.", h("ol", { class: "cards" }, data.cards.map((c) => h("li", null, h("b", null, `Stage ${c.stage}`), h("span", null, `${c.layers} layers`), h("span", null, `${format.number(c.message_bytes / 2 ** 20, 4)} MiB per micro-batch`), h("span", null, `holds ${c.held} micro-batches`))))));

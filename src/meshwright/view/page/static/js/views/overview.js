@@ -5,9 +5,7 @@ import { stages } from "meshwright/views/memory.js";
 import { steps } from "meshwright/views/waterfall.js";
 
 export const view = {
-  name: "overview",
   title: "Plan",
-  workspace: "plan",
   needs: ["verdict", "memory", "waterfall", "advice"],
   optional: ["advice"],
   draw(element, data, context) {

@@ -7,14 +7,10 @@ import { format, label, legend, panel, table } from "meshwright/draw.js";
 const GIB = 2 ** 30, SHAPES = ["circle", "square", "triangle", "diamond"];
 
 export const view = {
-  name: "pareto",
   title: "Time against memory",
-  tab: "Best plans",
-  workspace: "plan",
   sentence: "Each mark is a plan. No plan lies below and to the left of the stepped line: it is the least time for a given amount of memory. Choose a mark to use its plan.",
   draw(element, data, context) {
-    const box = panel("Plans", data.note);
-    element.append(box);
+    const box = element.appendChild(panel("Plans", data.note));
     const names = [...new Set(data.points.map((p) => p.strategy))], style = Object.fromEntries(names.map((n, i) => [n, { colour: `series-${(i % 8) + 1}`, shape: SHAPES[Math.floor(i / 8) % 4] }]));
     chart(box, data, context, style);
     box.append(legend([...names.map((n) => ({ label: n, ...style[n] })), { label: "this plan", colour: "focus" }]));

@@ -3,10 +3,7 @@
 import { format, h, panel, stat, table } from "meshwright/draw.js";
 
 export const view = {
-  name: "published",
   title: "Predicted against published",
-  tab: "Published runs",
-  workspace: "plan",
   draw(element, data) {
     const p = data.plan;
     const near = data.runs.filter((r) => r.like);

@@ -5,15 +5,11 @@ import { figure, format, formula, h, label, legend, panel, svg, table } from "me
 const COLOURS = { tp: "tp", cp: "cp", pp: "pp", dp: "dp", ep: "ep" };
 
 export const view = {
-  name: "ranks",
   title: "The grid of ranks",
-  tab: "Ranks",
-  workspace: "plan",
   sentence: "Every square is a GPU; a frame is a node. Choose a rank to light the groups it belongs to: ranks of a group exchange messages on the links that their frame shares, or between frames.",
   localOptions: true,
   draw(element, data, context) {
-    const box = panel("Ranks and nodes", data.note);
-    element.append(box);
+    const box = element.appendChild(panel("Ranks and nodes", data.note));
     if (data.world === 1) return;
     const rank = Math.min(context.options.rank ?? 0, data.drawn - 1);
     grid(box, data, rank, context);

@@ -6,21 +6,16 @@ import { axis, figure, format, h, label, legend, line, log, panel, scatter, svg,
 const LEVELS = ["compute", "tp", "optimizer", "ep", "cp"], DASHES = [null, null, "7 5", "2 4", "9 3 2 3"], SHAPES = { tp: "square", cp: "triangle", ep: "diamond", pp: "cross", dp: "circle" };
 
 export const view = {
-  name: "roofline",
   title: "Communication roofline",
-  tab: "Traffic",
-  workspace: "plan",
   sentence: "Each line is one level of links: flat at its bandwidth, falling where latency dominates. Each mark is a collective of this plan, in the colour of the level that it really crosses.",
   draw(element, data) {
-    const box = panel("Collectives against the level that they cross", data.note);
-    element.append(box);
+    const box = element.appendChild(panel("Collectives against the level that they cross", data.note));
     chart(box, data);
     const used = [...new Set(data.points.map((p) => p.axis))];
     box.append(legend(data.levels.map((l, k) => ({ label: `${l.name}: ${format.rate(l.bandwidth)}`, colour: LEVELS[k % 5], shape: "line", dash: DASHES[k % 5] }))));
     if (used.length) box.append(h("p", { class: "sentence" }, `Shapes: ${used.map((a) => `${a} ${{ square: "■", triangle: "▲", diamond: "◆", cross: "✕", circle: "●" }[SHAPES[a]]}`).join(", ")}${data.measured.length ? "; hollow: measured" : ""}. ${data.measured.length ? "" : `No bench points: the links are those of the catalog (${data.calibrated || "uncalibrated"}).`}`));
     if (data.points.length) box.append(list(data));
-    const step = panel("The whole step", `${data.step.regime}: ${data.step.level} links allow the least. Advice: ${data.step.advice.join("; ") || "none"}.`);
-    element.append(step);
+    const step = element.appendChild(panel("The whole step", `${data.step.regime}: ${data.step.level} links allow the least. Advice: ${data.step.advice.join("; ") || "none"}.`));
     ceilings(step, data.step.ceilings);
   },
 };

@@ -33,9 +33,9 @@ function colourOf(name) {
 }
 
 /** A view of runs: the list, the head of the first chosen one, and what `draw(body, runs)` adds. */
-function runsView(name, title, short, draw) {
+function runsView(name, title, tab, draw) {
   return {
-    name, title, short, workspace: "runs", ownTitle: true, needs: [], liveOnly: !source.hasRuns, localOptions: true,
+    name, title, tab, ownTitle: true, needs: [], liveOnly: !source.hasRuns, localOptions: true,
     draw(element) {
       const list = h("aside", { class: "runs-list", "aria-label": "Runs" }), body = h("div", { class: "runs-body" });
       element.append(h("div", { class: "runs" }, list, body));

@@ -4,10 +4,7 @@ import { curves } from "meshwright/curves.js";
 import { format, h, panel, table } from "meshwright/draw.js";
 
 export const view = {
-  name: "scaling",
   title: "Scaling over GPUs",
-  tab: "Scaling",
-  workspace: "plan",
   sentence: "More data-parallel replicas of this plan. Strong scaling keeps the batch, weak scaling lets it grow with the GPUs; 100% means that every GPU trains as many samples as on the fewest.",
   draw(element, data) {
     if (!data.strong.length && !data.weak.length) return element.append(h("p", { class: "empty" }, data.note));

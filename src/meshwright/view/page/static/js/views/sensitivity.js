@@ -3,14 +3,10 @@
 import { axis, band, figure, format, h, label, legend, linear, panel, rect } from "meshwright/draw.js";
 
 export const view = {
-  name: "sensitivity",
   title: "What matters most",
-  tab: "Sensitivity",
-  workspace: "plan",
   sentence: "Change of this plan’s throughput if one quantity were 20% less (hatched) or 20% more (solid). Buy or tune what has the longest bar.",
   draw(element, data) {
-    const box = panel("Throughput", data.note);
-    element.append(box);
+    const box = element.appendChild(panel("Throughput", data.note));
     const rows = data.rows, small = box.clientWidth < 480;
     const c = figure(box, { height: 50 + 40 * rows.length, left: small ? 116 : 168, right: 52, bottom: 42, label: rows.map((r) => r.formula).join("; ") });
     const most = Math.max(0.02, ...rows.flatMap((r) => [Math.abs(r.less ?? 0), Math.abs(r.more ?? 0)])) * 1.12;

@@ -7,9 +7,7 @@ const COLOURS = ["compute", "tp", "optimizer", "ep", "cp", "pp", "dp", "second"]
 const style = (k) => ({ colour: COLOURS[k % 8], shape: SHAPES[Math.floor(k / 8) % 5] });
 
 export const view = {
-  name: "sheet",
   title: "Measurements",
-  workspace: "plan",
   ownTitle: true,
   draw(element, data) {
     element.append(h("h2", null, data.title));

@@ -3,10 +3,7 @@
 import { h, panel, table } from "meshwright/draw.js";
 
 export const view = {
-  name: "strategies",
   title: "Strategies side by side",
-  short: "Strategies",
-  workspace: "learn",
   sentence: "What each form of parallelism splits, what it sends and when, and when to use it. Coloured rows are the strategies that the plan combines.",
   draw(element, data) {
     const chosen = (row) => row.used, name = { title: "strategy", value: (r) => r.name, text: (v, r) => (r.used ? h("b", null, `${v} ✓`) : v) };

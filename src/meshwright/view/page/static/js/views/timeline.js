@@ -10,10 +10,7 @@ let time = format.seconds; // how times are written: seconds, or units of a sche
 let place = {}; // what is shown; kept while the same pipeline is drawn again
 
 export const view = {
-  name: "timeline",
   title: "Pipeline timeline",
-  tab: "Time",
-  workspace: "plan",
   sentence: "One lane per pipeline rank, time to the right. Gaps are the bubble. All schedules have the same time scale.",
   draw(element, data, context) {
     const first = data.panels[0];
@@ -24,8 +21,7 @@ export const view = {
       stat("In flight, most", format.number(Math.max(...first.in_flight)), { detail: "micro-batches on one rank" }),
       stat("Micro-batches", format.whole(first.microbatches), { detail: `on ${first.ranks} ${first.ranks === 1 ? "rank" : "ranks"}` })));
     const shown = data.panels;
-    const box = panel("Schedules", data.note);
-    element.append(box);
+    const box = element.appendChild(panel("Schedules", data.note));
     if (data.choices.length && data.pipeline && context.live) box.append(choose(data, context));
     timelines(box, data, shown);
     box.append(legend([...kindsOf(shown).map((k) => ({ label: `${k} ${data.kinds[k]}`, colour: COLOURS[k] })), ...closingOf(shown).map((part) => ({ label: CLOSING_NAMES[part] ?? part, colour: CLOSING[part] })), { label: "bubble", colour: "grid" }]));

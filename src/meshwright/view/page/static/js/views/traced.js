@@ -14,10 +14,7 @@ const COLOURS = {
 const look = (part) => COLOURS[part] ?? COLOURS[part.split(":")[0]] ?? COLOURS.other;
 
 export const view = {
-  name: "traced",
   title: "Traced steps",
-  short: "Traces",
-  workspace: "runs",
   needs: source.live ? [] : ["traced"],
   sentence: "Where a step of each traced rank went, beside the prediction of its plan. Each moment belongs to one part, so the parts of a strip sum to its step.",
   draw(element, data) {
@@ -36,12 +33,10 @@ function steps(element, data) {
   if (data.memory.length) element.append(panel("Memory at the peak", data.memory_note, table([
     { title: "category", key: "category" }, { title: "held", key: "gib", text: (g) => format.gib(g), align: "right" },
     ...(data.predicted ? [{ title: "predicted", key: "predicted_gib", text: (g) => (g ? format.gib(g) : ""), align: "right" }] : [])], data.memory)));
-  const strip = panel(`One step of each rank (step ${data.step})`, data.predicted ? "The prediction is below, its parts one after the other. Where many short pieces meet, the longest is drawn." : data.no_prediction);
-  element.append(strip);
+  const strip = element.appendChild(panel(`One step of each rank (step ${data.step})`, data.predicted ? "The prediction is below, its parts one after the other. Where many short pieces meet, the longest is drawn." : data.no_prediction));
   strips(strip, data);
   if (!data.predicted) return;
-  const fall = panel("From the predicted to the measured step", `Rank ${data.predicted.rank}: red bars are slower than predicted, green ones faster.`);
-  element.append(fall);
+  const fall = element.appendChild(panel("From the predicted to the measured step", `Rank ${data.predicted.rank}: red bars are slower than predicted, green ones faster.`));
   waterfall(fall, data.predicted);
   element.append(panel("The largest differences", data.predicted.plan, table([
     { title: "part", key: "name" }, { title: "predicted", key: "predicted_s", text: (s) => format.seconds(s), align: "right" }, { title: "measured", key: "measured_s", text: (s) => format.seconds(s), align: "right" },

@@ -5,18 +5,14 @@ import { format, h, legend, panel, stat } from "meshwright/draw.js";
 import * as part from "meshwright/parts.js";
 
 export const view = {
-  name: "waterfall",
   title: "What overlap hides",
-  tab: "Time",
-  workspace: "plan",
   needs: ["waterfall", "overlap"],
   optional: ["overlap"],
   sentence: "Communication that no compute hides makes the step longer. What is hidden is free until compute becomes faster.",
   draw(element, { waterfall, overlap }) {
     element.append(h("div", { class: "stats" }, ...stats(waterfall)));
     if (!overlap) return;
-    const box = panel("The step with other overlap", `This plan overlaps ${overlap.overlaps.join(", ") || "nothing"} with compute. Double buffering transfers the next piece while the present one is computed: “no overlap” is the step without it, “double buffering” with it on every axis.`);
-    element.append(box);
+    const box = element.appendChild(panel("The step with other overlap", `This plan overlaps ${overlap.overlaps.join(", ") || "nothing"} with compute. Double buffering transfers the next piece while the present one is computed: “no overlap” is the step without it, “double buffering” with it on every axis.`));
     buffering(box, overlap);
   },
 };
