@@ -212,6 +212,7 @@ def details(name: str, trainer: Any, fills: Any, phases: Phases, out: Path, fold
         issued_s = time.perf_counter() - began  # less than the step if the host runs ahead of the device
         torch.cuda.synchronize()
         whole_s = time.perf_counter() - began
+        profiled(ProfilerActivity.CUDA)  # the first profile of a process was seen with all durations zero
         found = profiled(ProfilerActivity.CUDA)
         fills.times = REPEATED
         repeated = profiled(ProfilerActivity.CUDA)

@@ -64,6 +64,27 @@ def test_launches_of_experts_cost_more_where_compiled_layers_leave_them_out():
             assert (added > 0) == (key[0] == "moe" and key[1] in "FIW")
 
 
+def test_a_layer_calls_one_compiled_graph_and_one_with_experts_four():
+    """Forward and backward; weight gradients are in the graph of backward, and CUDA graphs replace the calls."""
+    plan = Plan(replicate=16)
+    for model, layer, graphs in ((DENSE, "dense", 1), (MOE, "moe", 4)):
+        base, called = (cost(plan, model, graph_call=seconds) for seconds in (0.0, 1e-3))
+        for key in base.times:
+            added = one(called.times[key].host) - one(base.times[key].host)
+            expected = graphs * 1e-3 if key[0] == layer and key[1] in "FI" else 0.0
+            assert added == pytest.approx(expected, abs=1e-9)
+        replayed = (cost(plan, model, graph_call=seconds, graphs=("step",)) for seconds in (0.0, 1e-3))
+        assert len({one(c.times[layer, "F"].host) for c in replayed}) == 1
+
+
+def test_the_units_of_a_device_are_issued_beside_backward_and_not_after_it():
+    plan = Plan(shard=16, zero=1)
+    for asynchronous in (True, False):
+        base, units = (cost(plan, unit_launch=s, asynchronous=asynchronous) for s in (0.0, 1e-2))
+        after = one(units.exposed["dp"]) - one(base.exposed["dp"])
+        assert (after > 1e-3) == (not asynchronous)
+
+
 def test_attention_in_triton_is_slower_by_the_ratio_of_the_paper():
     """1.4 times forward and 2 times backward, which has 2.5 times the operations: 6.4 / 3.5 of the time of flash attention 2."""
     plan = Plan(replicate=16)

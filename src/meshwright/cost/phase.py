@@ -59,6 +59,7 @@ TIMED_AS = {"F": "F", "I": "I", "E": "I", "S": "I", "G": "I", "W": "W", "R": "R"
 SPLIT_ONLY = ("S", "G")  # phases of a split backward
 GRAPH_HOST = 0.05  # host time of launches replayed from a graph, as a share
 EAGER_PARTS = ("experts",)  # of a compiled layer: their sizes depend on the routing (`Stack.expert_launch`)
+EXPERT_GRAPHS = 4.0  # compiled graphs of a layer with routed experts (`Stack.graph_call`)
 # Parts of a layer whose expert messages overlap (attention, router, dispatch, experts, combine), and launches of one.
 NODES, NODE_LAUNCHES = 5.0, 3.0
 REPLAY_LAUNCHES = (
@@ -106,7 +107,10 @@ def phase_times(program: StepProgram, cluster: Cluster, network: CollectiveTimes
         main = times[block, latest[block]] if phase in SPLIT_ONLY else None
         times[block, phase] = phase_time(program, cluster, network, ops, phase, main)
         times[block, phase].host = (
-            times[block, phase].host + unit_hooks(program.batch, phase) + replays(program.batch, ops, phase)
+            times[block, phase].host
+            + unit_hooks(program.batch, phase)
+            + replays(program.batch, ops, phase)
+            + graph_calls(program.batch, block, ops, phase)
         )
         if TIMED_AS[phase] == "I":
             latest[block] = phase
@@ -234,6 +238,16 @@ def replays(b: Batch, ops: list[Op], phase: str) -> Array:
     return graphs * REPLAY_LAUNCHES * b.stack.launch * repeated
 
 
+def graph_calls(b: Batch, block: str, ops: list[Op], phase: str) -> Array:
+    """Host seconds in which the compiled graphs of a layer are called. Weight gradients are in the graph of backward; `replays` has what CUDA graphs
+    replay."""
+    if not b.stack.graph_call or b.stack.graphs or block not in b.model.kinds or phase not in ("F", "I", "R"):
+        return 0.0
+    graphs = EXPERT_GRAPHS if any(op.part in EAGER_PARTS for op in ops) else 1.0
+    repeated = (b.recompute == 2) * 1.0 if phase == "R" else 1.0
+    return graphs * b.stack.graph_call * repeated
+
+
 def add(table: dict[str, Array], key: str, value: Array) -> None:
     """Add a value to an entry of the table. The first one is stored as it is: adding it to zero would be an operation on arrays."""
     table[key] = table[key] + value if key in table else value
@@ -278,7 +292,9 @@ def launch_time(stack: Stack, op: Op) -> float:
     if op.elementwise:
         return eager * stack.launch * stack.elementwise_launch.get(op.elementwise, 1.0)
     of_kind = {"gemm": stack.product_launch, "attention": stack.attention_launch, "tile": stack.tile_launch}
-    return eager * (of_kind.get(op.kind, 0.0) or stack.launch)
+    return (
+        max(eager * stack.launch, of_kind.get(op.kind, 0.0)) if eager > 1 else of_kind.get(op.kind, 0.0) or stack.launch
+    )
 
 
 def in_units(b: Batch, group: str) -> Array:
@@ -309,7 +325,7 @@ def closing_time(program: StepProgram, cluster: Cluster, network: CollectiveTime
     after: dict[str, Array] = {"tp": 0.0, "pp": 0.0, "ep": 0.0}  # reductions that wait for the data-parallel ones
     for op in program.closing:
         seconds = network.time(op) if op.axis else compute.memory_time(device, op) * b.stack.elementwise
-        if b.stack.unit_launch and op.part in DATA_PARALLEL and op.axis:
+        if b.stack.unit_launch and not b.stack.asynchronous and op.part in DATA_PARALLEL and op.axis:
             hooks = hooks + op.count * np.where(in_units(b, op.part), b.stack.unit_launch, 0.0)
         if op.kind == "host":
             update = update + op.count * compute.host_copy_time(device, op)

@@ -84,6 +84,9 @@ class Stack(Described):
     """host time of a norm, activation, residual, rotation or loss over that of its launches; default 1"""
     expert_launch: float = Field(default=1.0, ge=1, le=100)
     """host time of one launch of routed experts over that of other launches: compiled layers leave them to eager operators"""
+    graph_call: Seconds = 0.0
+    """host time of one call of a compiled graph, forward or backward: guards, wrappers, autograd's function. A layer is one graph, one with
+    routed experts four: before and after them, the routing, the activation (parallel/compile.py)"""
     collective_launch: Seconds = 20e-6
     """host time to issue one collective"""
     collective_operators: float = Field(default=2.0, gt=0, le=1000)
