@@ -197,11 +197,11 @@ def test_a_prime_number_of_devices():
 
 
 def test_a_schedule_that_no_plan_has():
-    """Degrees are legal here, and only the schedule is not: nothing is left to rank."""
-    fix = ["microbatch=2", "pp=2", "dp=2", "zero=3", "schedule=zbv"]
+    """Degrees are legal here, and only the schedule is not (it needs four micro-batches): nothing is left to rank."""
+    fix = ["microbatch=2", "pp=2", "dp=2", "zero=3", "schedule=dualpipev"]
     e = asked("llama3-8b", "dgx-b200", gpus=4, batch=8, seq=64, stack="torchtitan", fix=fix)
     assert e.code == "MW-PLANNER-004"
-    assert e.fix == "drop --fix schedule=zbv"
+    assert e.fix == "drop --fix schedule=dualpipev"
 
 
 def test_an_impossible_batch():

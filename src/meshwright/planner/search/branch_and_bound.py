@@ -286,7 +286,8 @@ class Search:
         return rest
 
     def confirm(self) -> None:
-        """Simulate the most promising plan whose interval is wide: its simulated time tightens the incumbents."""
+        """Simulate the most promising plan whose interval is wide: its simulated time tightens the incumbents. They are compared with low ends, and
+        unequal stages may end below theirs: the low end counts then, or the plan would exclude itself and all like it."""
         if self.walks >= MOST_WALKS or not self.best.kept:
             return
         rows = self.best.kept[-1]
@@ -295,7 +296,7 @@ class Search:
         if len(rows):
             first = rows.take([int(rows.estimate.argmin())])
             self.walks += 1
-            self.best.count(first.but(high=walk(self.space, first)[1]))
+            self.best.count(first.but(high=np.maximum(walk(self.space, first)[1], first.low)))
 
     # Least memory
 

@@ -22,7 +22,8 @@ hides its ramp while K is small. This is the **estimate**, by which plans are ra
     time      = M · mean + ramp + closing                       no division of the layers into stages takes less
     balanced  = estimate − (pace − M · mean)                    the estimate if every rank took the mean
 
-The search keeps a plan while its `time` may win, and excludes others by its `high`. Where stages cannot be divided otherwise, time is low.
+The search keeps a plan while its `time` may win, and excludes others by its `high`. Where stages cannot be divided otherwise, time is low. Unequal
+stages can end a little below low: the ramp is that of equal ones (a V with both ends of the model on its first rank and few rounds: 1–2%).
 """
 
 import numpy as np
