@@ -52,6 +52,18 @@ def test_a_rate_scales_the_time_of_its_operations(field, kind):
             assert one(changed.times[key].busy) == pytest.approx(one(base.times[key].busy))
 
 
+def test_reductions_after_the_last_backward_of_a_pipeline_hide_behind_nothing():
+    """Each micro-batch keeps its compute; the step adds the seconds of every reduction of the slowest stage once (what the compute of the last
+    blocks did not hide was there before)."""
+    for pp, zero in ((2, 3), (1, 3), (2, 1)):
+        plan = Plan(shard=16 // pp, pp=pp, zero=zero, microbatch=1, overlap=("dp",))
+        hidden, last = (cost(plan, reduces_last=late, hides=1.0, compute_slowdown=0.0) for late in (False, True))
+        sent = sum(m.count * m.seconds for m in messages(last) if m.name == "reduce-gradients")
+        assert sent > 0.01 * one(last.time)
+        late = (pp, zero) == (2, 3)
+        assert one(last.time) - one(hidden.time) == pytest.approx(sent if late else 0.0, rel=0.02, abs=1e-9)
+
+
 def test_launches_of_experts_cost_more_where_compiled_layers_leave_them_out():
     """Host seconds of the operators of experts are a multiple; those of dense layers stay."""
     plan = Plan(replicate=16)

@@ -82,6 +82,7 @@ class PhaseTime:
     host: Array = 0.0
     flops: Array = 0.0
     left: Array = 0.0  # seconds of compute that can still hide communication
+    last: Array = 0.0  # a micro-batch's share of the reductions that follow all micro-batches (`Stack.reduces_last`)
 
 
 @dataclass
@@ -188,6 +189,9 @@ def phase_time(
         if axis not in t.comm:
             continue
         seconds = t.comm[axis]
+        if axis == "dp" and phase == "W":
+            t.last = reduced_last(b, seconds)
+            seconds = seconds - t.last
         hidden = np.minimum(seconds if axis != "tp" else seconds - summed, left)
         if main is None and axis in ("tp", "cp"):  # attention hides the messages of cp, all other compute those of tp
             hidden = np.minimum(hidden, stack.hides * (core if axis == "cp" else work - core))
@@ -206,12 +210,22 @@ def phase_time(
         t.parts[axis] = seconds - hidden
         add(t.parts, "interference", slowed)
         t.busy = t.busy + seconds - hidden + slowed
-    if "host" in t.comm:  # copies down overlap with forward; those up with the backward of the layer that ran before
-        hidden = np.minimum(t.comm["host"], left)
-        t.left = left - hidden
+    hide_offload(t)
+    return t
+
+
+def hide_offload(t: PhaseTime) -> None:
+    """Hide copies to and from the host: those down overlap with forward, those up with the backward of the layer that ran before."""
+    if "host" in t.comm:
+        hidden = np.minimum(t.comm["host"], t.left)
+        t.left = t.left - hidden
         t.parts["offload"] = t.comm["host"] - hidden
         t.busy = t.busy + t.parts["offload"]
-    return t
+
+
+def reduced_last(b: Batch, seconds: Array) -> Array:
+    """The part of the seconds of reductions that comes after all micro-batches (`Stack.reduces_last`)."""
+    return seconds * (b.stack.reduces_last & (b.pp > 1) & (b.zero == 3))
 
 
 def host_time(b: Batch, op: Op) -> Array:

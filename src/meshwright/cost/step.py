@@ -114,6 +114,8 @@ def step_cost(program: StepProgram, cluster: Cluster) -> StepCost:
 
     slow = RankTime(*(of_slowest([getattr(r, name) for r in ranks]) for name in ("f", "i", "w", "waits")))
     closing = closing_time(program, cluster, network, slow)
+    last = sum(some.get(phase, counts)[block] * t.last for (block, phase), t in times.items() if present(t.last))
+    closing |= {kind: closing[kind] + last for kind in ("dp", "reduce", "unhidden")}
     gathers = sum(
         (
             some.get(phase, counts)[block] * t.parts["dp"]

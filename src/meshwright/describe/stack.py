@@ -176,6 +176,9 @@ class Stack(Described):
     """compressions of gradients that the stack can run; the planner offers only these"""
     fp32_shards: bool = False
     """ZeRO-3 shards are in fp32 and are the masters; parameters in 16 bits exist only while they are gathered"""
+    reduces_last: bool = False
+    """ZeRO-3 in a pipeline: gradients are reduced when all micro-batches of a stage have run backward, and its compute waits (the action REDUCE_GRAD
+    of torch.distributed.pipelining, which our trainer's stages run too: `PipelineStage.perform_reduce_grad`)"""
     root_unit: bool = False
     """ZeRO-3: the embedding and the head are one unit, the model's root, which is gathered for the whole of backward"""
     casts_inputs: bool = False
