@@ -3,7 +3,7 @@
 import { axis, figure, label as write, legend, line, linear, log, scatter, svg } from "meshwright/draw.js";
 
 /** Draw a chart. `x` and `y`: { log: base or 0, from, to, label, format, ticks }; without `from` and `to` they span the series.
- *  series: [{ name, points: [{ x, y, formula, shape, low, high, onclick }], colour, dash, width, steps, shape, radius, dots, focus, only }], of which
+ *  series: [{ name, points: [{ x, y, formula, shape, low, high, onclick }], colour, dash, width, steps, formula, shape, radius, dots, focus, only }], of which
  *  `only` has no line and `dots: false` no points; marks: [{ at, words, colour, low }]. Returns the chart with its scales. */
 export function curves(element, { label, height = 280, left = 62, x: across, y: up, series, marks = [] }) {
   const c = figure(element, { height, left, right: 20, bottom: 42, label }), points = series.flatMap((s) => s.points).filter((p) => Number.isFinite(p.y));
@@ -17,7 +17,7 @@ export function curves(element, { label, height = 280, left = 62, x: across, y: 
   axis(c, x, "bottom", { label: across.label, format: across.format, ticks: thin(across.ticks) });
   axis(c, y, "left", { label: up.label, format: up.format, ticks: up.ticks });
   for (const s of series) {
-    if (!s.only) line(c, s.points, { x, y, colour: s.colour, dash: s.dash, width: s.width ?? 2, steps: s.steps });
+    if (!s.only) line(c, s.points, { x, y, colour: s.colour, dash: s.dash, width: s.width ?? 2, steps: s.steps, formula: s.formula });
     for (const p of s.points) if (p.low) c.plot.append(svg("line", { x1: x(p.x), x2: x(p.x), y1: y(p.low), y2: y(p.high), stroke: s.colour, "stroke-width": 1.4 }));
     if (s.dots !== false) scatter(c, s.points.filter((p) => Number.isFinite(p.y)), { x, y, colour: s.colour, shape: s.shape, radius: s.radius ?? 4, focus: s.focus !== false });
   }

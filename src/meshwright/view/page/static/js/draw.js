@@ -138,7 +138,7 @@ export function axis(chart, scale, side, { label: title = "", format: text = sca
 }
 
 /** The fill of a mark: a colour, or with `pattern` a hatch of it ("hatch", "dots", "cross"), so that colour is not the only sign. */
-export function fillOf(chart, colour, pattern) {
+function fillOf(chart, colour, pattern) {
   if (!pattern) return colour;
   const id = `${pattern}-${colour.replace(/[^a-z0-9]/gi, "")}-${chart.root.dataset.id ?? (chart.root.dataset.id = String(serial++))}`;
   if (!chart.root.querySelector(`#${id}`)) {
@@ -179,9 +179,6 @@ export function threshold(chart, at, words, { flat = false, colour = "bad" } = {
   chart.plot.append(svg("line", { ...(flat ? { x1: 0, x2: chart.width, y1: at, y2: at } : { x1: at, x2: at, y1: -4, y2: chart.height }), stroke: colour, "stroke-width": 2, "stroke-dasharray": "5 4" }));
   label(chart, words, flat ? chart.width : Math.max(at, 110) - 4, flat ? at - 5 : -2, { anchor: "end", size: 11, colour, halo: true });
 }
-
-/** Where the text of a bar begins: behind its end, or behind a limit line that would cross the text. */
-export const behind = (end, text, line) => 6 + (line > end && line < end + 12 + 6.4 * text.length ? line : end);
 
 /** Stacked bars: rows [{ label, start = 0, parts: [{ name, value, colour, pattern, formula }] }] on scales { x, y }, of which y is the band. */
 export function stacked(chart, rows, { x, y, focus = true } = {}) {
@@ -264,12 +261,14 @@ export function legend(items) {
 /** The scale of a heat map, from its lowest to its highest value. */
 export const ramp = (low, high) => h("p", { class: "ramp" }, h("span", null, low), h("i", { "aria-hidden": "true" }), h("span", null, high));
 
-/** A table: columns [{ title, key | value(row), text(value, row), align: "right", formula(row) }]. Options: caption (or only a name for assistive technology), onrow(row), chosen(row). */
+const isNumber = (column) => Boolean(column.unit) || column.align === "right";
+
+/** A table: columns [{ title, key | value(row), unit (of `format.by`) | text(value, row), align: "right", formula(row) }]. Options: caption (or only a name for assistive technology), onrow(row), chosen(row). */
 export function table(columns, rows, { caption = "", name = caption, onrow = null, chosen = null, rowLabel = null } = {}) {
   const cell = (column, row, first) => {
     const value = column.value ? column.value(row) : row[column.key];
-    const words = column.text ? column.text(value, row) : value;
-    const kind = column.align === "right" ? "number" : String(words?.textContent ?? words).length > LONG_TEXT ? "text" : null;
+    const words = column.text ? column.text(value, row) : column.unit ? format.by[column.unit](value) : value;
+    const kind = isNumber(column) ? "number" : String(words?.textContent ?? words).length > LONG_TEXT ? "text" : null;
     const node = h(first ? "th" : "td", { class: kind, scope: first ? "row" : null }, words instanceof Node ? words : String(words ?? "–"));
     return column.formula ? formula(node, column.formula(row), { focus: false }) : node;
   };
@@ -278,7 +277,7 @@ export function table(columns, rows, { caption = "", name = caption, onrow = nul
     if (onrow) cells.push(h("td", null, h("button", { type: "button", class: "small", onclick: () => onrow(row), "aria-label": rowLabel?.(row) ?? null }, "Use")));
     return h("tr", { class: chosen?.(row) ? "chosen" : null }, cells);
   });
-  const head = h("tr", null, columns.map((c) => h("th", { scope: "col", class: c.align === "right" ? "number" : null }, c.title)), onrow ? h("th", { scope: "col" }, h("span", { class: "hidden" }, "Use")) : null);
+  const head = h("tr", null, columns.map((c) => h("th", { scope: "col", class: isNumber(c) ? "number" : null }, c.title)), onrow ? h("th", { scope: "col" }, h("span", { class: "hidden" }, "Use")) : null);
   return h("div", { class: "table", tabindex: "0", role: "region", "aria-label": name || "Table" }, h("table", null, caption ? h("caption", null, caption) : null, h("thead", null, head), h("tbody", null, body)));
 }
 

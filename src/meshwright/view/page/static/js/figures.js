@@ -1,14 +1,15 @@
 // The figures of the course: controls above, the numbers, and a drawing that follows them. The drawings are those of the views.
 
-import { inSeconds } from "meshwright/bars.js";
+import { bars as drawBars, inSeconds } from "meshwright/bars.js";
 import { curves } from "meshwright/curves.js";
-import { axis, band, behind, choice, clear, figure, format, h, keepFocus, label, legend, linear, log, rect, slider, stacked, stat, svg, threshold } from "meshwright/draw.js";
+import { axis, band, choice, clear, figure, format, h, keepFocus, label, legend, linear, rect, slider, stat, svg } from "meshwright/draw.js";
 import { refusal } from "meshwright/notice.js";
+import { playback } from "meshwright/playback.js";
 import { schedule } from "meshwright/views/modeler.js";
 import { view as ranks } from "meshwright/views/ranks.js";
 import { family, player, sizes } from "meshwright/views/collectives.js";
 
-const AS = { ...format.by, whole: format.whole, text: String, power: (v) => (v === 1 ? "1" : `10${[...String(Math.round(Math.log10(v)))].map((c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]).join("")}`), number: (v) => format.number(v) };
+const AS = { ...format.by, text: String, power: (v) => (v === 1 ? "1" : `10${[...String(Math.round(Math.log10(v)))].map((c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]).join("")}`) };
 const chosen = new Map(); // values of controls by figure, kept while the page is open
 const WAIT_MS = 60; // a slider that moves asks once
 
@@ -68,15 +69,8 @@ function lines(element, d) {
 
 /** Horizontal bars of stacked parts; `limit` is a dashed line. */
 function bars(element, d) {
-  const small = element.clientWidth < 480, rows = d.rows.map((r) => (small && r.text ? { ...r, text: r.text.split(/ on | · /)[0] } : r)), left = Math.min(small ? 146 : 200, 16 + 6.6 * Math.max(...rows.map((r) => r.label.length)));
-  const ends = rows.map((r) => (r.start ?? 0) + r.parts.reduce((sum, p) => sum + p.value, 0)), words = AS[d.x.unit] ?? AS.number;
-  const c = figure(element, { height: (d.limit ? 66 : 50) + 30 * rows.length, top: d.limit ? 20 : 8, left, right: 12 + 6.4 * Math.max(0, ...rows.map((r) => (r.text ?? "").length)), bottom: 40, label: d.label || rows.map((r) => `${r.label}: ${r.text ?? ""}`).join("; ") });
-  const most = Math.max(d.x.to ?? 0, ...ends, d.limit?.at ?? 0), x = d.x.log ? log([d.x.from, most], [0, c.width], { base: d.x.log }) : linear([0, most], [0, c.width]), y = band(rows.map((r) => r.label), [0, c.height], { gap: 0.28 });
-  axis(c, x, "bottom", { label: d.x.label, format: words, ticks: d.x.ticks ?? (small ? 3 : 5) });
-  axis(c, y, "left");
-  stacked(c, rows, { x, y });
-  if (d.limit) threshold(c, x(d.limit.at), d.limit.words);
-  rows.forEach((r, i) => r.text && label(c, r.text, behind(x(ends[i]), r.text, d.limit && x(d.limit.at)), y(r.label) + y.width / 2, { middle: true, size: 11, halo: true }));
+  const small = element.clientWidth < 480, rows = d.rows.map((r) => (small && r.text ? { ...r, text: r.text.split(/ on | · /)[0] } : r)), longest = (key) => Math.max(0, ...rows.map((r) => (r[key] ?? "").length));
+  drawBars(element, rows, { left: Math.min(small ? 146 : 200, 16 + 6.6 * longest("label")), right: 12 + 6.4 * longest("text"), tall: 30, top: d.limit ? 20 : 8, x: { ...scale(d.x), ticks: d.x.ticks ?? (small ? 3 : 5) }, limit: d.limit, label: d.label || undefined });
   const parts = new Map(rows.flatMap((r) => r.parts.map((p) => [p.name, p])));
   if (parts.size > 1) element.append(legend([...parts.values()].map((p) => ({ label: p.name, colour: p.colour, pattern: p.pattern }))));
 }
@@ -109,21 +103,14 @@ function spans(element, d) {
   element.append(legend([{ label: d.names[0], colour: d.compute }, { label: d.names[1], colour: d.communication, pattern: "hatch" }, { label: "end", colour: "bad", shape: "line" }]));
 }
 
-let playing = 0; // the animation of the pipeline that runs
 const STEPS_PER_S = 3; // units of the schedule in a second
 
 /** A schedule that plays: actions appear as time passes, and bars beside the lanes show the micro-batches in flight. */
 function pipeline(element, d) {
-  cancelAnimationFrame(playing);
-  playing = 0;
-  let now = 0;
   const units = (v) => format.number(v, 4), wide = element.clientWidth > 640;
   const box = h("div", { style: { display: "grid", "grid-template-columns": wide ? "minmax(0, 1fr) 17rem" : "minmax(0, 1fr)", gap: ".4rem 1rem" } }), left = h("div"), right = h("div");
-  const output = h("output"), slide = h("input", { type: "range", min: 0, max: d.makespan_s, step: 0.25, value: 0, "aria-label": "Time in the schedule", oninput: () => (stop(), go(Number(slide.value))) });
-  const button = h("button", { type: "button", class: "primary", onclick: () => (playing ? stop() : play()) }, "▶ Play");
-  const near = (by) => [...new Set(d.actions.map((a) => a[3]).concat(d.makespan_s))].sort((a, b) => a - b)[by > 0 ? "find" : "findLast"]((t) => by * (t - now) > 1e-9) ?? (by > 0 ? d.makespan_s : 0);
-  const step = (name, words, to) => h("button", { type: "button", "aria-label": name, onclick: () => (stop(), go(to())) }, words);
-  element.append(h("div", { class: "controls" }, button, step("Previous step", "◀", () => near(-1)), step("Next step", "▶", () => near(1)), step("Last step", "▶▎", () => d.makespan_s), h("label", { class: "control", style: { flex: "1 1 12rem" } }, output, slide)), box);
+  const go = playback(element, { end: d.makespan_s, stops: [...new Set(d.actions.map((a) => a[3]))].sort((a, b) => a - b), rate: STEPS_PER_S, step: 0.25, name: "Time in the schedule", words: (t) => `${units(t)} of ${units(d.makespan_s)} units`, show });
+  element.append(box);
   box.append(left, right);
   const { chart, x, y, marks } = schedule(left, d, { label: "time, in units of one forward", unit: 1, time: units, lane: (r) => `rank ${r}` });
   const cursor = chart.plot.appendChild(svg("line", { y1: -4, y2: chart.height, stroke: "bad", "stroke-width": 1.6 }));
@@ -137,11 +124,7 @@ function pipeline(element, d) {
     return { bar, words: label(memory, "", 0, at + tall / 2, { middle: true, size: 11, halo: true }) };
   });
   element.append(legend([...new Set(d.actions.map((a) => a[1]))].map((kind) => ({ F: { label: "forward", colour: "forward" }, B: { label: "backward", colour: "backward" }, I: { label: "backward of inputs", colour: "input-gradient" }, W: { label: "backward of weights", colour: "weight" } })[kind]).concat({ label: "in flight now", colour: "activations" }, { label: "most in flight", colour: "bad", shape: "line" })));
-  const go = (t) => {
-    now = t;
-    slide.value = t;
-    output.textContent = `${units(t)} of ${units(d.makespan_s)} units`;
-    slide.setAttribute("aria-valuetext", output.textContent);
+  function show(t) {
     d.actions.forEach((a, i) => marks[i].forEach((node) => node && (node.style.visibility = a[3] < t - 1e-9 ? "" : "hidden")));
     cursor.setAttribute("x1", x(t));
     cursor.setAttribute("x2", x(t));
@@ -151,20 +134,7 @@ function pipeline(element, d) {
       words.textContent = format.number(n);
       words.setAttribute("x", across(n) + 4);
     });
-  };
-  const stop = () => { cancelAnimationFrame(playing); playing = 0; button.textContent = "▶ Play"; };
-  const play = () => {
-    if (now >= d.makespan_s) go(0);
-    const from = now, began = performance.now();
-    button.textContent = "❚❚ Pause";
-    const frame = (time) => {
-      if (!element.isConnected) return stop();
-      go(Math.min(d.makespan_s, from + ((time - began) / 1000) * STEPS_PER_S));
-      if (now >= d.makespan_s) stop();
-      else playing = requestAnimationFrame(frame);
-    };
-    playing = requestAnimationFrame(frame);
-  };
+  }
   go(d.makespan_s);
 }
 

@@ -1,14 +1,14 @@
 // One colour and pattern for each part of the step and of memory, the same in every view.
 
 /** Parts of the step and streams. */
-export const STEP = {
+const STEP = {
   compute: { colour: "compute" }, recompute: { colour: "recompute", pattern: "hatch" }, interference: { colour: "compute", pattern: "dots" },
   tp: { colour: "tp" }, cp: { colour: "cp" }, ep: { colour: "ep" }, pp: { colour: "pp" }, dp: { colour: "dp" }, offload: { colour: "host", pattern: "cross" },
   bubble: { colour: "bubble", pattern: "hatch" }, host: { colour: "host", pattern: "dots" }, optimizer: { colour: "optimizer" }, overhead: { colour: "host" },
 };
 
 /** Parts of memory, in the order of the bars. */
-export const MEMORY = {
+const MEMORY = {
   parameters: { colour: "parameters" }, gradients: { colour: "gradients" }, optimizer: { colour: "states" }, activations: { colour: "activations" },
   gathered: { colour: "gathered" }, working: { colour: "working" }, context: { colour: "context", pattern: "dots" }, slack: { colour: "slack", pattern: "hatch" },
 };

@@ -162,7 +162,7 @@ export function steps(element, timeline, name) {
   const used = new Set(SIDES.flatMap((side) => timeline[side].map(colourOf)));
   box.append(legend(Object.entries({ forward: "forward", backward: "backward", "input-gradient": "input gradient", weight: "weight gradient", recompute: "block of the model", tp: "tp communication", cp: "cp communication", ep: "ep communication", pp: "pp communication", dp: "dp communication", optimizer: "optimizer", host: "host" }).filter(([colour]) => used.has(colour)).map(([colour, words]) => ({ label: words, colour }))));
   const totals = STREAMS.map((stream) => ({ stream, ...Object.fromEntries(SIDES.map((side) => [side, timeline[side].filter((s) => s.rank === 0 && s.stream === stream).reduce((sum, s) => sum + s.duration_s, 0)])) })).filter((row) => row.measured || row.simulated);
-  box.append(table([{ title: "stream", key: "stream" }, { title: "measured", key: "measured", text: (v) => format.seconds(v), align: "right" }, { title: "simulated", key: "simulated", text: (v) => format.seconds(v), align: "right" }], totals, { caption: `Busy seconds of rank 0 by stream${name ? `: ${name}` : ""}` }));
+  box.append(table([{ title: "stream", key: "stream" }, { title: "measured", key: "measured", unit: "s" }, { title: "simulated", key: "simulated", unit: "s" }], totals, { caption: `Busy seconds of rank 0 by stream${name ? `: ${name}` : ""}` }));
 }
 
 const HAPPENED = { ...MARKS, "checkpoint-finished": ["good", "checkpoint"], evaluation: ["accent", "evaluation"] };

@@ -24,7 +24,7 @@ export function attach(element, view) {
 }
 
 /** A table as comma-separated values, as the page shows them. */
-export function csv(table) {
+function csv(table) {
   const cell = (node) => (/[",\n]/.test(node.innerText) ? `"${node.innerText.replace(/"/g, '""')}"` : node.innerText);
   return [...table.rows].map((row) => [...row.cells].filter((node) => !node.querySelector("button, .hidden")).map(cell).join(",")).join("\r\n");
 }

@@ -1,16 +1,16 @@
 // The explorer of collectives: play a program step by step, compare the algorithms by message size, see duals and the family of operations.
 
-import { activate, axis, choice, clear, figure, format, formula, h, label, legend, line, log, panel, scatter, stat, svg, table } from "meshwright/draw.js";
+import { curves } from "meshwright/curves.js";
+import { activate, choice, clear, figure, format, formula, h, label, legend, panel, stat, svg, table } from "meshwright/draw.js";
+import { playback } from "meshwright/playback.js";
 
 const COLOURS = ["compute", "tp", "optimizer", "ep", "cp", "pp", "dp", "quiet", "bad", "host"], DASHES = [null, "7 4", "2 3", "9 3 2 3"];
-let playing = null; // the timer of the player
+const STEPS_PER_S = 1.1; // while it plays
 
 export const view = {
   title: "Collectives, step by step",
   sentence: "A collective is a program: in each step ranks send chunks of their buffers. Play it, then see which algorithm is the fastest for which message.",
-  leave: () => clearInterval(playing),
   draw(element, data, context) {
-    clearInterval(playing);
     const set = (options) => context.setOptions({ operation: data.operation, ranks: data.ranks, ...options });
     if (context.live) element.append(h("div", { class: "controls" },
       choice("Operation", data.operations.map((o) => [o.name, o.name]), data.operation, (operation) => context.setOptions({ operation, algorithm: "" })),
@@ -63,30 +63,14 @@ function states(program) {
 
 /** The player of a program; with `inputs`, the values that each rank starts with, its slots show sums of them. */
 export function player(element, program, inputs = null) {
-  clearInterval(playing);
-  playing = null;
   const frames = states(program), chunks = program.chunk_sizes.length, valueOf = inputs ? values(program, inputs) : null;
-  let step = 0;
-  const output = h("output", null), input = h("input", { type: "range", min: 0, max: program.steps, step: 1, value: 0, "aria-label": "Step", oninput: () => go(Number(input.value)) });
-  const button = h("button", { type: "button", class: "primary", onclick: () => {
-    if (playing) return stop();
-    if (step === program.steps) go(0);
-    button.textContent = "❚❚ Pause";
-    playing = setInterval(() => (step >= program.steps ? stop() : go(step + 1)), 900);
-  } }, "▶ Play");
-  const stop = () => { clearInterval(playing); playing = null; button.textContent = "▶ Play"; };
   const wide = element.clientWidth > 720, box = h("div", { style: { display: "grid", "grid-template-columns": wide ? "19rem minmax(0, 1fr)" : "minmax(0, 1fr)", gap: ".6rem", "align-items": "center" } }), ring = h("div"), matrix = h("div");
-  box.append(ring, matrix);
-  element.append(h("div", { class: "controls" }, button, h("button", { type: "button", "aria-label": "Previous step", onclick: () => (stop(), go(Math.max(0, step - 1))) }, "◀"), h("button", { type: "button", "aria-label": "Next step", onclick: () => (stop(), go(Math.min(program.steps, step + 1))) }, "▶"), h("label", { class: "control", style: { flex: "1 1 12rem" } }, output, input)), box);
-  element.append(legend([{ label: "holds one rank’s data", colour: "pp" }, { label: "sum of more ranks: darker", colour: "compute" }, { label: "received in this step", colour: "focus" }, { label: "empty", colour: "grid" }]));
-  const go = (k) => {
-    step = k;
-    input.value = k;
-    output.textContent = k === 0 ? `start, before step 0 of ${program.steps}` : `after step ${k - 1} of ${program.steps}`;
-    input.setAttribute("aria-valuetext", output.textContent);
+  const go = playback(element, { end: program.steps, stops: frames.map((_, k) => k), rate: STEPS_PER_S, snap: Math.floor, name: "Step", words: (k) => (k === 0 ? `start, before step 0 of ${program.steps}` : `after step ${k - 1} of ${program.steps}`), show: (k) => {
     circle(clear(ring), program, k);
     slots(clear(matrix), program, frames[k], chunks, wide ? element.clientWidth - 340 : element.clientWidth - 24, valueOf);
-  };
+  } });
+  box.append(ring, matrix);
+  element.append(box, legend([{ label: "holds one rank’s data", colour: "pp" }, { label: "sum of more ranks: darker", colour: "compute" }, { label: "received in this step", colour: "focus" }, { label: "empty", colour: "grid" }]));
   go(0);
 }
 
@@ -144,19 +128,11 @@ function slots(element, program, frame, chunks, width, valueOf) {
 
 /** The times of the algorithms by size. */
 export function sizes(element, data) {
-  const d = data.comparison, names = Object.keys(d.time_s), values = names.flatMap((n) => d.time_s[n]);
-  const c = figure(element, { height: 320, left: 66, right: 18, bottom: 42, label: `Times by size; ${data.formulas.crossovers}` });
-  const x = log([d.size_bytes[0], d.size_bytes.at(-1)], [0, c.width]), y = log([Math.min(...values) * 0.8, Math.max(...values) * 1.25], [c.height, 0]);
-  axis(c, x, "bottom", { label: "bytes of the full buffer", format: (v) => format.bytes(v), ticks: 6 });
-  axis(c, y, "left", { label: "simulated time", format: (v) => format.seconds(v), ticks: 6 });
-  names.forEach((name, i) => line(c, d.size_bytes.map((n, k) => ({ x: n, y: d.time_s[name][k] })), { x, y, colour: COLOURS[i % 10], dash: DASHES[Math.floor(i / 3) % 4], width: name === data.algorithm ? 3.2 : 1.8, formula: `${name}: t = ${data.algorithms.find((a) => a.name === name)?.formula ?? ""}` }));
-  for (const cross of d.crossovers) {
-    c.plot.append(svg("line", { x1: x(cross.size_bytes), x2: x(cross.size_bytes), y1: 0, y2: c.height, stroke: "quiet", "stroke-dasharray": "3 4" }));
-    label(c, cross.after, x(cross.size_bytes) + 4, 10, { size: 10, colour: "quiet", halo: true });
-  }
-  const inside = data.size_bytes && data.size_bytes >= x.domain[0] && data.size_bytes <= x.domain[1];
-  if (inside) scatter(c, [{ x: data.size_bytes, y: data.time_s, shape: "diamond", colour: "focus", formula: data.formulas.time_s }], { x, y: (v) => Math.max(0, Math.min(c.height, y(v))), radius: 6 });
-  element.append(legend([...names.map((n, i) => ({ label: n, colour: COLOURS[i % 10], shape: "line", dash: DASHES[Math.floor(i / 3) % 4] })), ...(inside ? [{ label: "the chosen call, as priced", colour: "focus" }] : [])]));
+  const d = data.comparison, [least, most] = [d.size_bytes[0], d.size_bytes.at(-1)], formulaOf = (name) => data.algorithms.find((a) => a.name === name)?.formula ?? "";
+  const series = Object.entries(d.time_s).map(([name, times], i) => ({ name, colour: COLOURS[i % 10], dash: DASHES[Math.floor(i / 3) % 4], width: name === data.algorithm ? 3.2 : 1.8, dots: false, formula: `${name}: t = ${formulaOf(name)}`, points: d.size_bytes.map((n, k) => ({ x: n, y: times[k] })) }));
+  if (data.size_bytes >= least && data.size_bytes <= most) series.push({ name: "the chosen call, as priced", colour: "focus", shape: "diamond", radius: 6, only: true, points: [{ x: data.size_bytes, y: data.time_s, formula: data.formulas.time_s }] });
+  curves(element, { label: `Times by size; ${data.formulas.crossovers}`, height: 320, left: 66, series, marks: d.crossovers.map((cross) => ({ at: cross.size_bytes, words: cross.after, colour: "quiet" })),
+    x: { log: 10, from: least, to: most, label: "bytes of the full buffer", format: (v) => format.bytes(v), ticks: 6 }, y: { log: 10, label: "simulated time", format: (v) => format.seconds(v), ticks: 6 } });
   element.append(table([{ title: "algorithm", key: "name" }, { title: "time without shared links; n: full buffer", key: "formula" }], data.algorithms.filter((a) => a.runs), { caption: "Formulas of the algorithms" }));
 }
 

@@ -12,12 +12,9 @@ export const view = {
       stat("Legal plans", format.whole(data.searched), { detail: data.provisional ? "common plans first; the complete search runs" : `${format.whole(data.costed)} costed in ${format.seconds(data.seconds)}` }),
       mine(data)));
     const list = panel("Leaders", `Chosen: ${data.chosen_from}.${data.choice ? ` ${data.choice}` : ""}`, table([
-      { title: "plan", key: "title" },
-      { title: "step", key: "step_time_s", text: (s) => format.seconds(s), align: "right" },
+      { title: "plan", key: "title" }, { title: "step", key: "step_time_s", unit: "s" },
       { title: "against best", key: "slower", text: (s) => (Math.abs(s) < 5e-4 ? "best" : format.change(s, 1)), align: "right" },
-      { title: "MFU", key: "mfu", text: (s) => format.percent(s), align: "right" },
-      { title: "memory", key: "memory_gib", text: (g) => format.gib(g), align: "right" },
-      { title: "bound by", key: "bound_by" },
+      { title: "MFU", key: "mfu", unit: "share" }, { title: "memory", key: "memory_gib", unit: "gib" }, { title: "bound by", key: "bound_by" },
     ], data.leaders, { caption: "The winner and the fastest plans of other shapes", onrow: context.live ? use : null, chosen: (row) => row.present, rowLabel: (row) => `Use ${row.title}` }));
     element.append(list);
     const columns = h("div", { class: "columns" });

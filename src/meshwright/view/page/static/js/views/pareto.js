@@ -16,8 +16,7 @@ export const view = {
     box.append(legend([...names.map((n) => ({ label: n, ...style[n] })), { label: "this plan", colour: "focus" }]));
     const front = data.points.filter((p) => p.front).sort((a, b) => a.step_time_s - b.step_time_s);
     if (front.length) box.append(table([
-      { title: "step", key: "step_time_s", text: (v) => format.seconds(v), align: "right" },
-      { title: "memory", key: "memory_bytes", text: (v) => format.gib(v / GIB), align: "right" },
+      { title: "step", key: "step_time_s", unit: "s" }, { title: "memory", key: "memory_bytes", text: (v) => format.gib(v / GIB), align: "right" },
       { title: "strategy", key: "strategy" }, { title: "plan", key: "title" },
     ], front, { caption: "The front, fastest first", onrow: context.live ? (p) => context.set("plan", p.plan) : null, rowLabel: (p) => `Use ${p.title}` }));
   },

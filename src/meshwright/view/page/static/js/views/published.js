@@ -11,10 +11,10 @@ export const view = {
     element.append(panel("Well-known runs and this plan", `Measured step times of published runs, and what we predict for them. ${data.note} ${words}`,
       h("div", { class: "stats" }, stat("This plan", `${format.count(p.tokens_per_s_per_gpu)} ${p.unit}/s per GPU`, { detail: `predicted: step ${format.seconds(p.step_time_s)}, ${format.seconds(p.low_s)} to ${format.seconds(p.high_s)}`, formula: p.title })),
       table([
-        { title: "run", key: "run", formula: (r) => r.plan }, { title: "shares", key: "like", text: (v) => v || "–" }, { title: "GPUs", key: "gpus", text: (v) => format.whole(v), align: "right" }, { title: "GPU", key: "accelerator" },
-        { title: "measured", key: "measured_s", text: (v) => format.seconds(v), align: "right" }, { title: "predicted", key: "predicted_s", text: (v) => format.seconds(v), align: "right", formula: (r) => r.formula },
+        { title: "run", key: "run", formula: (r) => r.plan }, { title: "shares", key: "like", text: (v) => v || "–" }, { title: "GPUs", key: "gpus", unit: "whole" }, { title: "GPU", key: "accelerator" },
+        { title: "measured", key: "measured_s", unit: "s" }, { title: "predicted", key: "predicted_s", unit: "s", formula: (r) => r.formula },
         { title: "band", value: (r) => `${format.seconds(r.low_s)} to ${format.seconds(r.high_s)}${r.within ? "" : " (missed)"}` }, { title: "error", value: (r) => format.change(r.ratio - 1), align: "right" },
-        { title: "tokens/s per GPU", key: "tokens_per_s_per_gpu", text: (v) => format.count(v), align: "right" }, { title: "source", key: "source" },
+        { title: "tokens/s per GPU", key: "tokens_per_s_per_gpu", unit: "count" }, { title: "source", key: "source" },
       ], data.runs, { chosen: (r) => r.like !== "", caption: "Step time of well-known runs, measured and predicted" })));
   },
 };

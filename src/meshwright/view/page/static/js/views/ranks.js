@@ -20,7 +20,7 @@ export const view = {
 
 /** The groups of the chosen rank, one row per axis. */
 const groups = (data, rank) => table([
-  { title: "axis", key: "axis" }, { title: "ranks per group", key: "size", align: "right" }, { title: "groups", key: "groups", text: (v) => format.whole(v), align: "right" },
+  { title: "axis", key: "axis" }, { title: "ranks per group", key: "size", align: "right" }, { title: "groups", key: "groups", unit: "whole" },
   { title: "links", key: "level" }, { title: `group of rank ${rank}`, value: (a) => members(a, rank).slice(0, 16).join(", ") + (members(a, rank).length > 16 ? ", …" : ""), formula: (a) => a.formula },
 ], data.axes, { caption: `World = ${Object.entries(data.sizes).map(([a, n]) => `${a} ${n}`).join(" × ")} = ${format.whole(data.world)} ranks, the first axis fastest` });
 

@@ -46,14 +46,11 @@ function chart(element, data) {
 function list(data) {
   const rows = data.points.slice(0, 12);
   return table([
-    { title: "collective", value: (p) => `${p.name} (${p.axis})` },
-    { title: "operation", value: (p) => `${p.operation}, ${p.algorithm}` },
-    { title: "ranks", key: "ranks", align: "right" },
-    { title: "buffer", key: "buffer_bytes", text: (v) => format.bytes(v), align: "right" },
+    { title: "collective", value: (p) => `${p.name} (${p.axis})` }, { title: "operation", value: (p) => `${p.operation}, ${p.algorithm}` },
+    { title: "ranks", key: "ranks", align: "right" }, { title: "buffer", key: "buffer_bytes", unit: "bytes" },
     { title: "level", value: (p) => data.levels[p.level].name },
-    { title: "of ceiling", key: "share", text: (v) => format.percent(v, 0), align: "right", formula: (p) => p.formula },
-    { title: "bound by", key: "bound" },
-    { title: "per step", key: "step_seconds", text: (v) => format.seconds(v), align: "right", formula: (p) => p.formula },
+    { title: "of ceiling", key: "share", text: (v) => format.percent(v, 0), align: "right", formula: (p) => p.formula }, { title: "bound by", key: "bound" },
+    { title: "per step", key: "step_seconds", unit: "s", formula: (p) => p.formula },
   ], rows, { caption: data.points.length > rows.length ? `The ${rows.length} collectives that take longest, of ${data.points.length}` : "All collectives of the step" });
 }
 

@@ -80,8 +80,7 @@ export const views = [
     const measured = runs.filter(({ run }) => run.parts.communication?.exposed_s && run.parts.communication.predicted_exposed_s);
     if (measured.length) parts(body, measured);
     if (difference) body.append(panel(`Every quantity of ${first.name}`, "What both the prediction and the run have.", table([
-      { title: "quantity", key: "what" },
-      { title: "predicted", key: "predicted", text: (v, row) => quantity(v, row.unit), align: "right" },
+      { title: "quantity", key: "what" }, { title: "predicted", key: "predicted", text: (v, row) => quantity(v, row.unit), align: "right" },
       { title: "measured", key: "measured", text: (v, row) => quantity(v, row.unit), align: "right" },
       { title: "error", key: "error", text: (v, row) => (row.measured ? format.change(row.predicted / row.measured - 1) : "–"), align: "right" },
     ], difference, { name: "Prediction and measurement" })));
@@ -176,15 +175,11 @@ function comparison(runs) {
   const rows = runs.map(({ run, colour }) => ({ ...(known.list.runs.find((r) => r.name === run.name) ?? {}), colour }));
   return panel("", "", table([
     { title: "run", value: (row) => row, text: (row) => h("span", { class: "nowrap" }, h("span", { class: "swatch", style: { background: `var(--${row.colour})` } }), row.name) },
-    { title: "state", key: "state" },
-    { title: "steps", key: "steps", text: format.whole, align: "right" },
-    { title: "loss", key: "loss", text: (v) => format.number(v, 4), align: "right" },
-    { title: "validation", key: "validation_loss", text: (v) => format.number(v, 4), align: "right" },
-    { title: "step", key: "step_time_s", text: (v) => format.seconds(v), align: "right" },
-    { title: "predicted", key: "predicted_step_time_s", text: (v) => format.seconds(v), align: "right" },
+    { title: "state", key: "state" }, { title: "steps", key: "steps", unit: "whole" }, { title: "loss", key: "loss", text: (v) => format.number(v, 4), align: "right" },
+    { title: "validation", key: "validation_loss", text: (v) => format.number(v, 4), align: "right" }, { title: "step", key: "step_time_s", unit: "s" },
+    { title: "predicted", key: "predicted_step_time_s", unit: "s" },
     { title: "per second", value: (row) => row, text: (row) => (row.tokens_per_s ? `${format.count(row.tokens_per_s)} ${row.unit}` : "–"), align: "right" },
-    { title: "MFU", key: "mfu", text: (v) => format.percent(v), align: "right" },
-    { title: "memory", key: "memory_gib", text: (v) => (v ? format.gib(v) : "–"), align: "right" },
+    { title: "MFU", key: "mfu", unit: "share" }, { title: "memory", key: "memory_gib", text: (v) => (v ? format.gib(v) : "–"), align: "right" },
     { title: "model and plan", value: (row) => [row.model, row.title].filter(Boolean).join(" · ") },
   ], rows, { caption: "Runs side by side" }));
 }
@@ -204,15 +199,11 @@ function events(body, run, several) {
   const of = several ? ` of ${run.name}` : "", attempts = run.about?.attempts ?? [], isCheckpoint = (event) => event.kind?.startsWith("checkpoint");
   const saves = run.events.filter((event) => isCheckpoint(event) && event.kind !== "checkpoint-begun").slice(-50).reverse(), others = run.events.filter((event) => !isCheckpoint(event) && event.kind !== "evaluation").slice(-50).reverse();
   if (attempts.length > 1 || attempts[0]?.cause) body.append(panel(`Attempts${of}`, "A run that lost a rank begins again at its last good checkpoint.", table([
-    { title: "attempt", value: (row) => attempts.indexOf(row) + 1 },
-    { title: "began", key: "start", text: clock },
-    { title: "ranks", key: "world", align: "right" },
-    { title: "plan", key: "plan" },
-    { title: "first step", key: "resumed_from", text: (v) => format.whole(v ?? 0), align: "right" },
-    { title: "ended", key: "ended", text: (v) => (v ? clock(v) : "–") },
-    { title: "cause", key: "cause", text: (v) => v ?? "" },
+    { title: "attempt", value: (row) => attempts.indexOf(row) + 1 }, { title: "began", key: "start", text: clock }, { title: "ranks", key: "world", align: "right" },
+    { title: "plan", key: "plan" }, { title: "first step", key: "resumed_from", text: (v) => format.whole(v ?? 0), align: "right" },
+    { title: "ended", key: "ended", text: (v) => (v ? clock(v) : "–") }, { title: "cause", key: "cause", text: (v) => v ?? "" },
   ], attempts, { name: `Attempts${of}` })));
-  const what = [{ title: "time", key: "time", text: clock }, { title: "step", key: "step", text: format.whole, align: "right" }, { title: "event", key: "text" }];
+  const what = [{ title: "time", key: "time", text: clock }, { title: "step", key: "step", unit: "whole" }, { title: "event", key: "text" }];
   if (others.length) body.append(panel(`Events${of}`, "The newest first.", table(what, others, { name: `Events${of}` })));
   if (saves.length) body.append(panel(`Checkpoints${of}`, "The newest first. Time from the beginning of a save to its end; training goes on meanwhile.", table([...what.slice(0, 2), { title: "took", key: "seconds", text: (v) => (v ? format.seconds(v) : "–"), align: "right" }, what[2]], saves, { name: `Checkpoints${of}` })));
   if (!others.length && !saves.length) body.append(h("p", { class: "empty" }, `Nothing happened${several ? ` in ${run.name}` : ""} beside training: no fault, no checkpoint.`));

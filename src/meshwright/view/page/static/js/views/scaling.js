@@ -27,8 +27,8 @@ export const view = {
         series: parts.map(([key, name, colour, dash]) => ({ name, colour, dash, radius: 3.5, focus: false, points: data.strong.map((r) => ({ x: r.gpus, y: r[key] > least ? r[key] : null, formula: `${r.gpus} GPUs: ${format.seconds(r[key])} of ${name}` })) })) });
     }
     if (data.best.length) element.append(panel("The best plan of each size", "", table([
-      { title: "GPUs", key: "gpus", text: (v) => format.whole(v), align: "right" }, { title: "step", key: "step_time_s", text: (v) => format.seconds(v), align: "right" },
-      { title: `${data.unit}/s`, key: "tokens_per_s", text: (v) => format.count(v), align: "right", formula: (r) => r.formula }, { title: "best common plan", key: "title" },
+      { title: "GPUs", key: "gpus", unit: "whole" }, { title: "step", key: "step_time_s", unit: "s" },
+      { title: `${data.unit}/s`, key: "tokens_per_s", unit: "count", formula: (r) => r.formula }, { title: "best common plan", key: "title" },
     ], data.best, { caption: "The best common plan with the same batch" })));
   },
 };

@@ -83,14 +83,14 @@ function comparison(panels) {
   return table([
     { title: "schedule", value: (p) => `${p.schedule}${p.virtual > 1 ? ` × ${p.virtual}` : ""}` },
     { title: "step", key: "step_time_s", text: (v) => time(v), align: "right", formula: (p) => p.formulas.step_time_s },
-    { title: "bubble", key: "bubble_fraction", text: (v) => format.percent(v), align: "right", formula: (p) => p.formulas.bubble_fraction },
-    { title: "in flight", value: (p) => Math.max(...p.in_flight), text: (v) => format.number(v), align: "right" },
+    { title: "bubble", key: "bubble_fraction", unit: "share", formula: (p) => p.formulas.bubble_fraction },
+    { title: "in flight", value: (p) => Math.max(...p.in_flight), unit: "number" },
     ...(panels.every((p) => p.memory_bytes === null) ? [] : [{ title: "memory", key: "memory_bytes", text: (v, p) => `${format.gib(v / 2 ** 30)}${p.fits ? "" : ", too much"}`, align: "right" }]),
   ], panels, { caption: "The same stages with each schedule" });
 }
 
 const stages = (data) => panel("Stages", `Activations flow forward, gradients backward: ${format.bytes(data.stages[0].message_bytes)} per micro-batch and direction at every boundary.`, table([
   { title: "stage", key: "stage", formula: (s) => s.formula }, { title: "rank", key: "rank", align: "right" }, { title: "layers", value: (s) => [s.layers, ...s.ends].join(" + "), align: "right" },
-  { title: "parameters", key: "parameters", text: (v) => format.count(v), align: "right" }, { title: "forward", key: "forward_s", text: (v) => time(v), align: "right" }, { title: "backward", key: "backward_s", text: (v) => time(v), align: "right" },
-  { title: "memory", key: "memory_gib", text: (v) => format.gib(v), align: "right" }, { title: "in flight", key: "in_flight", text: (v) => format.number(v), align: "right" },
+  { title: "parameters", key: "parameters", unit: "count" }, { title: "forward", key: "forward_s", text: (v) => time(v), align: "right" }, { title: "backward", key: "backward_s", text: (v) => time(v), align: "right" },
+  { title: "memory", key: "memory_gib", unit: "gib" }, { title: "in flight", key: "in_flight", unit: "number" },
 ], data.stages, { name: "Stages of the pipeline" }));

@@ -27,11 +27,11 @@ function steps(element, data) {
   const first = panel("What to change first", data.causes.length ? "Causes of lost time, with the seconds of a step that each costs." : "No cause of lost time above 1% of the step: compute fills it.");
   if (data.notes.length) first.append(h("p", { class: "sentence" }, data.notes.join(". ")));
   if (data.causes.length) first.append(table([
-    { title: "cause", key: "cause" }, { title: "per step", key: "seconds", text: (s) => format.seconds(s), align: "right" },
+    { title: "cause", key: "cause" }, { title: "per step", key: "seconds", unit: "s" },
     { title: "evidence", key: "evidence" }, { title: "change", key: "fix" }], data.causes));
   element.append(first);
   if (data.memory.length) element.append(panel("Memory at the peak", data.memory_note, table([
-    { title: "category", key: "category" }, { title: "held", key: "gib", text: (g) => format.gib(g), align: "right" },
+    { title: "category", key: "category" }, { title: "held", key: "gib", unit: "gib" },
     ...(data.predicted ? [{ title: "predicted", key: "predicted_gib", text: (g) => (g ? format.gib(g) : ""), align: "right" }] : [])], data.memory)));
   const strip = element.appendChild(panel(`One step of each rank (step ${data.step})`, data.predicted ? "The prediction is below, its parts one after the other. Where many short pieces meet, the longest is drawn." : data.no_prediction));
   strips(strip, data);
@@ -39,7 +39,7 @@ function steps(element, data) {
   const fall = element.appendChild(panel("From the predicted to the measured step", `Rank ${data.predicted.rank}: red bars are slower than predicted, green ones faster.`));
   waterfall(fall, data.predicted);
   element.append(panel("The largest differences", data.predicted.plan, table([
-    { title: "part", key: "name" }, { title: "predicted", key: "predicted_s", text: (s) => format.seconds(s), align: "right" }, { title: "measured", key: "measured_s", text: (s) => format.seconds(s), align: "right" },
+    { title: "part", key: "name" }, { title: "predicted", key: "predicted_s", unit: "s" }, { title: "measured", key: "measured_s", unit: "s" },
     { title: "reason", key: "reason" }], data.predicted.largest)));
 }
 
