@@ -1,6 +1,6 @@
 // Numbers as text: a value in SI units becomes three significant digits with the unit that a person would choose.
 
-const PREFIXES = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+const PREFIXES = [[1e15, " P"], [1e12, " T"], [1e9, " G"], [1e6, " M"], [1e3, " k"]], SUFFIXES = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]];
 
 // Formatters by their number of decimal places: making one takes longer than all other work of a chip.
 const formatters = [];
@@ -18,10 +18,10 @@ export function number(value, digits = 3) {
 /** A whole number with separators: 16384 → "16,384". */
 export const whole = (value) => (value === null || value === undefined ? "–" : written(Math.round(value), 0));
 
-function scaled(value, unit, digits) {
-  const size = Math.abs(value);
-  for (const [factor, prefix] of PREFIXES) if (size >= factor * 0.9995) return `${number(value / factor, digits)} ${prefix}${unit}`;
-  return `${number(value, digits)} ${unit}`;
+/** A value with the largest prefix [factor, text] that it reaches: 1.5e9 → "1.5 GB". */
+function scaled(value, unit, digits, prefixes = PREFIXES) {
+  const [factor, prefix] = prefixes.find(([least]) => Math.abs(value) >= least * 0.9995) ?? [1, unit && " "];
+  return `${number(factor === 1 ? value : value / factor, digits)}${prefix}${unit}`;
 }
 
 /** Seconds: 0.08192 → "81.9 ms", 93784 → "1.09 days". */
@@ -45,12 +45,7 @@ export const gib = (value, digits = 3) => (Math.abs(value) >= 1 || value === 0 ?
 /** Floating-point operations: 9.89e14 → "989 TFLOP". */
 export const flops = (value, digits = 3) => scaled(value, "FLOP", digits);
 /** A count with a short suffix: 7.06e10 → "70.6B". */
-export function count(value, digits = 3) {
-  for (const [factor, suffix] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]]) {
-    if (Math.abs(value) >= factor * 0.9995) return `${number(value / factor, digits)}${suffix}`;
-  }
-  return number(value, digits);
-}
+export const count = (value, digits = 3) => scaled(value, "", digits, SUFFIXES);
 /** A share from 0 to 1: 0.2727 → "27.3%". */
 export const percent = (value, places = 1) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(places).replace("-", "−")}%`);
 /** A signed change: 0.12 → "+12%"; what rounds to zero has no sign. */

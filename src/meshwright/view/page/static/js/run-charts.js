@@ -152,8 +152,7 @@ const SIDES = ["measured", "simulated"];
 
 /** The measured step above the simulated one on one time axis; lanes are ranks and streams. */
 export function steps(element, timeline, name) {
-  const box = panel(`A measured step above the simulated one${name ? `: ${name}` : ""}`, `Step ${timeline.step}. Ranks of the simulated step are pipeline stages.`), total = Math.max(...SIDES.flatMap((side) => timeline[side].map((s) => s.start_s + s.duration_s)));
-  element.append(box);
+  const box = element.appendChild(panel(`A measured step above the simulated one${name ? `: ${name}` : ""}`, `Step ${timeline.step}. Ranks of the simulated step are pipeline stages.`)), total = Math.max(...SIDES.flatMap((side) => timeline[side].map((s) => s.start_s + s.duration_s)));
   const groups = SIDES.map((side) => {
     const spans = timeline[side], keys = [...new Set(spans.map((s) => `${s.rank} ${s.stream}`))].sort(order);
     return { title: side === "measured" ? "Measured" : "Simulated", note: format.seconds(Math.max(0, ...spans.map((s) => s.start_s + s.duration_s))), lanes: keys.map((key) => laneOf(`${key.replace("comm:", "")}`, spans.filter((s) => `${s.rank} ${s.stream}` === key).map((s) => ({ ...s, start: s.start_s, end: s.start_s + s.duration_s })), (s) => ({ colour: colourOf(s), text: s.name, about: `${s.name}\n${s.stream}, rank ${s.rank}: ${format.seconds(s.duration_s)} from ${format.seconds(s.start_s)}` }))) };
@@ -171,8 +170,7 @@ const HAPPENED = { ...MARKS, "checkpoint-finished": ["good", "checkpoint"], eval
 export function history(element, runs) {
   const all = runs.filter(({ run }) => run.about?.attempts?.some((a) => a.start));
   if (!all.length) return;
-  const box = panel("When it trained", "A bar is an attempt; between two of them the run was restarted. Marks are faults, restarts, checkpoints and evaluations."), begun = ({ run }) => run.about.attempts[0].start;
-  element.append(box);
+  const box = element.appendChild(panel("When it trained", "A bar is an attempt; between two of them the run was restarted. Marks are faults, restarts, checkpoints and evaluations.")), begun = ({ run }) => run.about.attempts[0].start;
   const end = ({ run }, attempt) => attempt.ended ?? run.rows.at(-1)?.[run.columns.indexOf("time")] ?? attempt.start;
   const most = Math.max(1, ...all.flatMap((one) => [...one.run.about.attempts.map((a) => end(one, a)), ...one.run.events.map((e) => e.time)].map((at) => at - begun(one))));
   const small = element.clientWidth < 480, chart = figure(box, { height: 44 + 40 * all.length, left: small ? 60 : 130, right: 14, top: 6, bottom: 38, label: all.map(({ run }) => `${run.name}: ${run.about.attempts.length} attempts`).join(", ") });

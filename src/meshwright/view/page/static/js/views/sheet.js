@@ -20,7 +20,7 @@ export const view = {
 export function parts(element, all) {
   let lines = null;
   for (const part of all) {
-    if (part.line === undefined) element.append(part.series ? chart(part) : part.ratios ? ratios(part) : grid(part));
+    if (part.line === undefined) (part.series ? chart : part.ratios ? ratios : grid)(element, part);
     else {
       if (!lines || element.lastChild !== lines) element.append((lines = panel("", "")));
       lines.append(h("p", { class: `line tone-${part.tone || "ink"}` }, part.line));
@@ -29,33 +29,29 @@ export function parts(element, all) {
 }
 
 /** Series of points [x, y, low, high, words] on logarithmic axes, each with an optional line [[x, y], …]. */
-function chart({ title, note, x, y, series }) {
-  const box = panel(title, note), points = series.flatMap((s) => s.points), values = points.map((p) => p[1]), [least, most] = [Math.min(...values), Math.max(...values)];
+function chart(element, { title, note, x, y, series }) {
+  const box = element.appendChild(panel(title, note)), points = series.flatMap((s) => s.points), values = points.map((p) => p[1]), [least, most] = [Math.min(...values), Math.max(...values)];
   const dots = (s, k) => ({ name: s.name, ...style(k), only: true, radius: 4, focus: false, points: s.points.map(([at, value, low, high, formula]) => ({ x: at, y: value, low, high, formula })) });
   const fitted = (s, k) => ({ name: s.points.length ? "" : s.name, colour: s.points.length ? style(k).colour : "quiet", dash: "5 4", width: 1.6, dots: false, points: (s.line ?? []).filter((p) => p[1] >= least && p[1] <= most).map(([at, value]) => ({ x: at, y: value })) });
-  queueMicrotask(() => curves(box, { label: `${title}: ${points.length} points`, height: 330, left: 74, x: { log: x.unit === "bytes" ? 2 : 10, label: x.label, format: format.by[x.unit], ticks: 6 }, y: { log: 10, label: y.label, format: format.by[y.unit], ticks: 6 },
-    series: series.flatMap((s, k) => [...(s.points.length ? [dots(s, k)] : []), ...(s.line ? [fitted(s, k)] : [])]) }));
-  return box;
+  curves(box, { label: `${title}: ${points.length} points`, height: 330, left: 74, x: { log: x.unit === "bytes" ? 2 : 10, label: x.label, format: format.by[x.unit], ticks: 6 }, y: { log: 10, label: y.label, format: format.by[y.unit], ticks: 6 },
+    series: series.flatMap((s, k) => [...(s.points.length ? [dots(s, k)] : []), ...(s.line ? [fitted(s, k)] : [])]) });
 }
 
 /** Quantiles (10, 25, 50, 75, 90%) of predicted / measured by group, around the line of a perfect prediction. */
-function ratios({ title, note, ratios: rows }) {
-  const box = panel(title, note);
-  queueMicrotask(() => {
-    const c = figure(box, { height: 62 + 22 * rows.length, left: 250, right: 20, bottom: 42, label: title });
-    const x = log([0.4, 2], [0, c.width]), y = band(rows.map((r) => r.name), [0, c.height], { gap: 0.3 }), clamp = (v) => x(Math.max(0.4, Math.min(2, v)));
-    axis(c, x, "bottom", { label: "predicted / measured", ticks: [0.5, 0.67, 0.8, 1, 1.25, 1.5, 2], format: (v) => `${v}×` });
-    axis(c, y, "left");
-    c.plot.append(svg("line", { x1: x(1), x2: x(1), y1: 0, y2: c.height, stroke: "quiet", "stroke-width": 1.5 }));
-    for (const { name, quantiles: [low, first, middle, third, high] } of rows) {
-      const at = y(name) + y.width / 2;
-      for (const [a, b, width] of [[low, high, 3], [first, third, 9]]) c.plot.append(svg("line", { x1: clamp(a), x2: clamp(b), y1: at, y2: at, stroke: "compute", "stroke-width": width, opacity: 0.5 }));
-      scatter(c, [{ x: Math.max(0.4, Math.min(2, middle)), y: name, shape: "diamond", formula: `${name}: median ${middle.toFixed(2)}×` }], { x, y: (key) => y(key) + y.width / 2, radius: 4 });
-    }
-  });
-  return box;
+function ratios(element, { title, note, ratios: rows }) {
+  const box = element.appendChild(panel(title, note));
+  const c = figure(box, { height: 62 + 22 * rows.length, left: 250, right: 20, bottom: 42, label: title });
+  const x = log([0.4, 2], [0, c.width]), y = band(rows.map((r) => r.name), [0, c.height], { gap: 0.3 }), clamp = (v) => x(Math.max(0.4, Math.min(2, v)));
+  axis(c, x, "bottom", { label: "predicted / measured", ticks: [0.5, 0.67, 0.8, 1, 1.25, 1.5, 2], format: (v) => `${v}×` });
+  axis(c, y, "left");
+  c.plot.append(svg("line", { x1: x(1), x2: x(1), y1: 0, y2: c.height, stroke: "quiet", "stroke-width": 1.5 }));
+  for (const { name, quantiles: [low, first, middle, third, high] } of rows) {
+    const at = y(name) + y.width / 2;
+    for (const [a, b, width] of [[low, high, 3], [first, third, 9]]) c.plot.append(svg("line", { x1: clamp(a), x2: clamp(b), y1: at, y2: at, stroke: "compute", "stroke-width": width, opacity: 0.5 }));
+    scatter(c, [{ x: Math.max(0.4, Math.min(2, middle)), y: name, shape: "diamond", formula: `${name}: median ${middle.toFixed(2)}×` }], { x, y: (key) => y(key) + y.width / 2, radius: 4 });
+  }
 }
 
-function grid({ title, columns, rows }) {
-  return panel(title, "", table(columns.map((column, i) => ({ title: column.name, align: column.right ? "right" : null, value: (row) => row[i] })), rows, { name: title }));
+function grid(element, { title, columns, rows }) {
+  element.append(panel(title, "", table(columns.map((column, i) => ({ title: column.name, align: column.right ? "right" : null, value: (row) => row[i] })), rows, { name: title })));
 }

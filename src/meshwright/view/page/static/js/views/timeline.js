@@ -20,8 +20,7 @@ export const view = {
       stat("Bubble", format.percent(first.bubble_fraction), { detail: "idle share of the schedule", formula: first.formulas.bubble_fraction, tone: first.bubble_fraction > 0.2 ? "warn" : "" }),
       stat("In flight, most", format.number(Math.max(...first.in_flight)), { detail: "micro-batches on one rank" }),
       stat("Micro-batches", format.whole(first.microbatches), { detail: `on ${first.ranks} ${first.ranks === 1 ? "rank" : "ranks"}` })));
-    const shown = data.panels;
-    const box = element.appendChild(panel("Schedules", data.note));
+    const shown = data.panels, box = element.appendChild(panel("Schedules", data.note));
     if (data.choices.length && data.pipeline && context.live) box.append(choose(data, context));
     timelines(box, data, shown);
     box.append(legend([...kindsOf(shown).map((k) => ({ label: `${k} ${data.kinds[k]}`, colour: COLOURS[k] })), ...closingOf(shown).map((part) => ({ label: CLOSING_NAMES[part] ?? part, colour: CLOSING[part] })), { label: "bubble", colour: "grid" }]));
