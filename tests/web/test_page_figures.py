@@ -93,13 +93,11 @@ def test_a_rank_is_chosen_with_keys(server: str, open_page: Open) -> None:
 def test_a_cell_of_the_map_becomes_the_plan(server: str, open_page: Open) -> None:
     page = open_page(f"{server}/{fragment(view='heatmap', **STATE)}")
     settled(page)
-    page.locator(".view[data-name=heatmap] tbody tr", has_not=page.locator(".chosen")).first.get_by_role(
-        "button"
-    ).click()
-    until(page, "document.querySelector('.view[data-name=heatmap] tbody tr.chosen th') !== null")
-    settled(page)
-    tp = page.locator(".view[data-name=heatmap] tbody tr").first.locator("th").inner_text()
-    assert f"plan.tp={tp}" in page.url or tp == "1"
+    cell = page.locator(".view[data-name=heatmap] rect[role=button]:not(.chosen)").first
+    x, y, before = cell.get_attribute("x"), cell.get_attribute("y"), page.url
+    cell.click()
+    until(page, f'document.querySelector(\'.view[data-name=heatmap] rect.chosen[x="{x}"][y="{y}"]\') !== null')
+    assert page.url != before
 
 
 def test_a_collective_plays_step_by_step(server: str, open_page: Open) -> None:
