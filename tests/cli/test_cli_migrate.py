@@ -108,7 +108,7 @@ def test_bad_input_is_an_error_of_the_usual_shape(
     for words, code in (
         (("megatron", "torchtitan", script), "MW-SET-012"),
         (("auto", "torchtitn", script), "MW-SET-012"),
-        (("auto", "trl", script), "MW-SET-012"),  # is read, not written
+        (("auto", "ms-swift", script), "MW-SET-012"),  # is read, not written
         (("nanotron", "torchtitan", zero), "MW-SET-010"),
         (("auto", "torchtitan", "none.toml"), "MW-CONF-004"),
         (("auto", "torchtitan", str(tmp_path)), "MW-CONF-004"),

@@ -122,7 +122,14 @@ def flags_of(text: str) -> list[str]:
 def facts_of(config: Config) -> dict[str, Any]:
     """What a driver is told of a configuration besides its settings."""
     shape = expected(config) | {"attention": config.model.attention}
-    return {"world": config.plan.world, "shape": shape, "recipe": RECIPES.get(config.model.name, "")}
+    a = config.adapter
+    targets = ["all-linear"] if "all-linear" in a.targets else list(a.targets) or None
+    return {
+        "world": config.plan.world,
+        "shape": shape,
+        "targets": targets,
+        "recipe": RECIPES.get(config.model.name, ""),
+    }
 
 
 def expected(config: Config) -> dict[str, Any]:

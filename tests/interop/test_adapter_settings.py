@@ -31,9 +31,12 @@ FOUR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
          Adapter(rank=16, alpha=32, targets=("*_proj",))),
         ("megatron-bridge", {"peft": "LoRA"}, Adapter(rank=32, alpha=32, targets=FOUR)),
         ("llama-factory", {"finetuning_type": "lora", "quantization_bit": 8, "lora_rank": 4},
-         Adapter(rank=4, alpha=8, targets=("all-linear",), base="int8", double_quantised=True)),
+         Adapter(rank=4, alpha=8, targets=("all-linear",), base="int8")),
+        ("llama-factory", {"finetuning_type": "lora", "quantization_bit": 4},
+         Adapter(rank=8, alpha=16, targets=("all-linear",), base="nf4", double_quantised=True)),
         ("trl", {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": "q_proj,v_proj"},
-         Adapter(rank=16, alpha=32, targets=("q_proj", "v_proj"))),
+         Adapter(rank=16, alpha=32, dropout=0.05, targets=("q_proj", "v_proj"))),
+        ("trl", {"use_peft": True}, Adapter(rank=16, alpha=32, dropout=0.05)),
         ("ms-swift", {"tuner_type": "lora"}, Adapter(rank=8, targets=("all-linear",))),
     ],
 )  # fmt: skip
@@ -43,7 +46,7 @@ def test_settings_are_read(framework: str, settings: dict[str, Any], adapter: Ad
     assert reading.shape.model.adapter == adapter
 
 
-@pytest.mark.parametrize("framework", ["axolotl", "automodel", "megatron-bridge"])
+@pytest.mark.parametrize("framework", ["axolotl", "automodel", "megatron-bridge", "trl", "llama-factory"])
 @pytest.mark.parametrize(
     "words",
     [
@@ -62,6 +65,56 @@ def test_what_is_written_is_read_back(framework: str, words: list[str]) -> None:
     joined = framework == "megatron-bridge"  # it has one matrix for q, k and v, and no quantised base
     expected = {"adapter.base", "adapter.double_quantised"} if joined and "base=nf4" in words else set()
     assert lost == (expected | ({"adapter.targets"} if joined and len(words) == 1 else set()))
+
+
+@pytest.mark.parametrize("framework", ["axolotl", "trl", "llama-factory"])
+def test_trainers_of_transformers_have_every_field_of_an_adapter(framework: str) -> None:
+    """And their settings say it without FSDP; LLaMA-Factory shards quantised weights of 4 bits only."""
+    sets = [
+        "workload.batch=64",
+        "adapter.rank=8",
+        "adapter.trains=lm_head",
+        "adapter.scaling=root",
+        "adapter.base=int8",
+    ]
+    target = FRAMEWORKS[framework]
+    config = configure("llama3-8b", "dgx-h100", stack=target.stack, set=["plan.replicate=8", *sets])
+    assert not settings_of(config, target).inexpressible
+    check_runnable(config, target)
+    sharded = configure("llama3-8b", "dgx-h100", stack=target.stack, set=["plan.shard=8", "plan.zero=3", *sets])
+    if framework == "llama-factory":
+        with pytest.raises(MeshwrightError, match="8-bit weights"):
+            check_runnable(sharded, target)
+
+
+@pytest.mark.parametrize("framework", ["trl", "llama-factory"])
+@pytest.mark.parametrize(
+    "words", [["tp=8"], ["pp=8"], ["cp=8"], ["replicate=2", "shard=4", "zero=3"], ["shard=8", "zero=1"]]
+)
+def test_trainers_of_transformers_run_no_plan_with_a_mesh(framework: str, words: list[str]) -> None:
+    target = FRAMEWORKS[framework]
+    sets = ["workload.batch=64", "adapter.rank=8", *(f"plan.{word}" for word in words)]
+    config = configure("llama3-8b", "dgx-h100", stack=target.stack, set=sets)
+    with pytest.raises(MeshwrightError, match=rf"{target.title} does not run"):
+        check_runnable(config, target)
+
+
+def test_trainers_of_transformers_recompute_by_fsdp() -> None:
+    """Layers are units of FSDP, which recomputes them without gathering once more; LLaMA-Factory then loads no GPU with all weights."""
+    sets = ["plan.shard=8", "plan.zero=3", "plan.recompute=full", "workload.batch=64"]
+    for name, off in (
+        ("trl", {"gradient_checkpointing": False}),
+        ("llama-factory", {"disable_gradient_checkpointing": True, "low_cpu_mem_usage": False}),
+    ):
+        config = configure("llama3-8b", "dgx-h100", stack=FRAMEWORKS[name].stack, set=sets)
+        written = settings_of(config, FRAMEWORKS[name])
+        assert (
+            written.settings["fsdp"] == "full_shard auto_wrap"
+        )  # without the second word, Transformers 5.6 shards the model as one unit
+        assert off | {"fsdp_config.activation_checkpointing": True} == {
+            key: written.settings[key] for key in [*off, "fsdp_config.activation_checkpointing"]
+        }
+        assert written.back.plan.recompute == "full"
 
 
 def test_a_framework_without_adapters_is_refused() -> None:

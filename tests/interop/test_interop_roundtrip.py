@@ -31,6 +31,7 @@ LEFT_OUT = {
     },
     "deepspeed": {"workload.seq", "plan.reshard", "plan.recompute"},
     "nanotron": {"workload.precision"},  # it has no fp8
+    "trl": {"workload.precision"},
 }
 DEGREES = (1, 1, 2, 4, 8)
 

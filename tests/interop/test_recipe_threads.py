@@ -78,7 +78,7 @@ def test_a_gpu_with_more_memory_than_the_catalogs_is_judged_by_its_own() -> None
 
 @pytest.mark.parametrize(
     ("framework", "settings", "stack"),
-    [("TRL", {"deepspeed": "zero2.json"}, "deepspeed"), ("TRL", {"fsdp": "full_shard"}, "accelerate"),
+    [("TRL", {"deepspeed": "zero2.json"}, "deepspeed"), ("TRL", {"fsdp": "full_shard"}, "trl"),
      ("axolotl", {"deepspeed": "deepspeed_configs/zero3_bf16.json"}, "deepspeed"),
      ("accelerate", {"distributed_type": "DEEPSPEED", "deepspeed_config.zero_stage": 2}, "deepspeed"),
      ("accelerate", {"distributed_type": "FSDP"}, "accelerate"), ("LLaMA-Factory", {"deepspeed": "ds_z3_config.json"}, "deepspeed")],

@@ -371,6 +371,24 @@ CHANGES = {
     "automodel": ("plan.zero=3", "plan.recompute=full"),
     "axolotl": ("plan.pp=1", "plan.shard=8", "plan.sp=false", "plan.recompute=full", "plan.zero=3", "workload.batch=8"),
     "accelerate": ("plan.pp=1", "plan.shard=8", "plan.sp=false", "plan.recompute=full", "plan.zero=3"),
+    "trl": (
+        "plan.pp=1",
+        "plan.tp=1",
+        "plan.shard=64",
+        "plan.sp=false",
+        "plan.recompute=full",
+        "plan.zero=3",
+        "workload.batch=64",
+    ),
+    "llama-factory": (
+        "plan.pp=1",
+        "plan.tp=1",
+        "plan.shard=64",
+        "plan.sp=false",
+        "plan.recompute=full",
+        "plan.zero=3",
+        "workload.batch=64",
+    ),
     "megatron-bridge": (),
 }
 

@@ -56,6 +56,8 @@ COMMANDS = {  # by framework; for others: train.py with the settings
     "nanotron": "torchrun --nproc-per-node {world} run_train.py --config-file {file}",
     "automodel": "torchrun --nproc-per-node {world} -m nemo_automodel.cli.app {file}",
     "axolotl": "torchrun --nproc-per-node {world} -m axolotl.cli.train {file}",
+    "trl": "torchrun --nproc-per-node {world} -m trl.scripts.sft --config {file}",
+    "llama-factory": "torchrun --nproc-per-node {world} -m llamafactory.launcher {file}",
     "accelerate": "accelerate launch --config_file {file} train.py",
     "megatron-lm": "torchrun --nproc-per-node {world} pretrain_gpt.py $(cat {file})",
 }

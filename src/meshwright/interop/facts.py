@@ -70,6 +70,7 @@ FACTS: dict[str, str] = {
     "defers_reduction": "FSDP adds up whole gradients of micro-batches, and reduces them once per step",
     "sum_dtype": "dtype in which it adds them up",
     "recompute": "activations recomputed in backward: none, selective or full",
+    "shard_recompute": "the same, by FSDP",
     "recompute_every": "every n-th layer is recomputed",
     "recompute_layers": "number of layers that are recomputed",
     "recompute_method": "which layers full recompute takes",
@@ -111,6 +112,7 @@ FACTS: dict[str, str] = {
     "eight_bit_states": "optimizer states in 8 bits",
     "saves": "who collects the state that is saved",
     "loads": "who reads the state that is loaded",
+    "loads_on_host": "every rank loads the weights into host memory",
     "compiled": "parts of the model are compiled",
     "compiled_parts": "which parts are compiled",
     "fused_loss": "the loss is computed without full logits",
@@ -130,6 +132,7 @@ FACTS: dict[str, str] = {
     "adapter_shared_rank": "the rank of an expert's adapter is divided by the experts of a token",
     "adapter_trains": "modules that train in full beside adapters",
     "quantised": "bits of frozen weights",
+    "quantised_storage": "dtype of the tensors that hold quantised weights",
     "double_quantised": "the scales of quantised weights are quantised",
     # Experts
     "dispatcher": "how tokens reach their experts",

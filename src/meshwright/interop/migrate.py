@@ -49,7 +49,7 @@ FIELDS: dict[str, str] = {
     "plan.microbatch": "microbatch local_batch pipeline_microbatch pipeline_microbatches microbatch_tokens",
     "workload.batch": "batch batch_tokens accumulation",
     "workload.seq": "seq packed_seq decoder_seq microbatch_tokens batch_tokens",
-    "plan.recompute": "recompute recompute_method",
+    "plan.recompute": "recompute shard_recompute recompute_method",
     "plan.recompute_every": "recompute_every",
     "plan.recompute_layers": "recompute_layers",
     "workload.precision": "half half_alternative eight converters",

@@ -225,6 +225,8 @@ TORCH_RULES = (
     Rule((*LF, "ms-swift"), lambda o: o.on("quantization_bit", "quant_bits")
          and (o.has("finetuning_type", "full", "freeze") or o.has("tuner_type", "full")),
          "quantised weights with full fine-tuning", "Quantised weights cannot be trained themselves", "finetuning_type lora"),
+    Rule(LF, lambda o: o.facts.get("quantised") == 8 and o.facts.get("sharding") == "parameters", "8-bit weights with ZeRO-3 or FSDP",
+         "The framework shards quantised weights of 4 bits only", "quantization_bit 4"),
     Rule(LF, lambda o: o.on("pure_bf16") and o.facts.get("sharding") == "parameters" and o.on("deepspeed"), "pure bf16 with DeepSpeed ZeRO-3",
          "DeepSpeed keeps fp32 master weights", "bf16 true"),
     Rule(LF, lambda o: o.on("use_unsloth", "use_kt", "predict_with_generate", "pissa_init")

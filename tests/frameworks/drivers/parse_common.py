@@ -35,6 +35,21 @@ def world(ranks):
         dist.destroy_process_group()
 
 
+def trainer_answer(arguments, world, recomputes):
+    """The plan in the arguments of Transformers' Trainer; FSDP is what its plug-in of accelerate has. `recomputes`: without FSDP."""
+    plugin = arguments.fsdp_plugin_args
+    assert not plugin or (plugin["fsdp_version"], plugin["auto_wrap_policy"]) == (2, "TRANSFORMER_BASED_WRAP")
+    assert not (plugin and recomputes)  # its own checkpointing gathers the weights once more
+    recomputes = arguments.fsdp_config.get("activation_checkpointing", False) if plugin else recomputes
+    micro, steps = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+    reshard = {"reshard": plugin["reshard_after_forward"]} if plugin else {}
+    return {
+        "recompute": "full" if recomputes else "none", "dp": world, "zero": 3 if plugin else 0, **reshard,
+        "microbatch": micro, "accumulation": steps, "batch": micro * steps * world,
+        "dtype": "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "fp32",
+    }  # fmt: skip
+
+
 def main(parse):
     """Run `parse` on every case of standard input."""
     cases = json.load(sys.stdin)

@@ -11,17 +11,29 @@ from meshwright.interop.frameworks.bridge import BRIDGE
 from meshwright.interop.frameworks.deepspeed import DEEPSPEED
 from meshwright.interop.frameworks.megatron import MEGATRON
 from meshwright.interop.frameworks.nanotron import LEVANTER, NANOTRON, OLMO_CORE
-from meshwright.interop.frameworks.read_only import GPT_NEOX, LLAMA_FACTORY, MS_SWIFT, PICOTRON, TORCHTUNE, TRL
+from meshwright.interop.frameworks.read_only import GPT_NEOX, MS_SWIFT, PICOTRON, TORCHTUNE
 from meshwright.interop.frameworks.reinforcement import NEMO_RL, VERL
 from meshwright.interop.frameworks.torchtitan import TORCHTITAN
 from meshwright.interop.frameworks.torchtitan_python import TORCHTITAN_03
+from meshwright.interop.frameworks.trainer import LLAMA_FACTORY, TRL
 from meshwright.interop.keys import Framework
 
 FRAMEWORKS: Registry[Framework] = Registry(  # whose settings are read and written
-    "framework", TORCHTITAN, TORCHTITAN_03, MEGATRON, BRIDGE, AUTOMODEL, DEEPSPEED, NANOTRON, AXOLOTL, ACCELERATE
+    "framework",
+    TORCHTITAN,
+    TORCHTITAN_03,
+    MEGATRON,
+    BRIDGE,
+    AUTOMODEL,
+    DEEPSPEED,
+    NANOTRON,
+    AXOLOTL,
+    ACCELERATE,
+    TRL,
+    LLAMA_FACTORY,
 )
 READ_ONLY: Registry[Framework] = Registry(
-    "framework", TORCHTUNE, LLAMA_FACTORY, PICOTRON, GPT_NEOX, OLMO_CORE, LEVANTER, TRL, MS_SWIFT, VERL, NEMO_RL
+    "framework", TORCHTUNE, PICOTRON, GPT_NEOX, OLMO_CORE, LEVANTER, MS_SWIFT, VERL, NEMO_RL
 )
 READABLE: Mapping[str, Framework] = ChainMap(READ_ONLY, FRAMEWORKS)  # type: ignore[arg-type]
 

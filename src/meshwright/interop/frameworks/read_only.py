@@ -1,17 +1,14 @@
-"""torchtune, picotron, gpt-neox, and trainers with the arguments of Transformers (TRL, ms-swift, LLaMA-Factory): their files are read, not written."""
+"""torchtune, picotron, gpt-neox and ms-swift: their files are read, not written."""
 
 from dataclasses import replace
 
-from meshwright.interop.frameworks.deepspeed import FILE
 from meshwright.interop.frameworks.megatron import TABLE as MEGATRON_TABLE
-from meshwright.interop.keys import OPTIMIZERS, SWITCH, Facts, Framework, Key, Table, flag, last_part, rows
+from meshwright.interop.frameworks.trainer import OTHERS, TRAINER_KEYS
+from meshwright.interop.keys import OPTIMIZERS, SWITCH, Facts, Framework, Key, Table, last_part, rows
 
 SHARED = (
     r"output_dir|checkpoint|tokenizer|dataset|seed|log|shuffle|epochs|steps|lr_|learning|warmup|device|profiler|metric|save|resume|clip|loss\.|_component_$",
 )
-
-
-LIGER = ("fused_loss", "fused_norm", "fused_activation")  # by Liger's kernels
 
 
 def _pure_half(facts: Facts) -> None:
@@ -160,49 +157,8 @@ GPT_NEOX = Framework(
 )  # fmt: skip
 
 
-# --- Arguments of Transformers' Trainer. ms-swift's `megatron` commands take Megatron's flags with underscores.
-#
-# A file of accelerate or DeepSpeed may say how weights are sharded, apart from these arguments.
+# --- ms-swift: arguments of Transformers' Trainer; its `megatron` commands take Megatron's flags with underscores.
 
-BOTH = {True: True, False: None}
-SYNC_EACH_BATCH = Key(
-    "accelerator_config.gradient_accumulation_kwargs.sync_each_batch",
-    "defers_reduction",
-    words={True: False, False: True},
-    read_only=True,
-)
-TRAINER_KEYS = (
-    Key("model_name_or_path", "model", was=("model", "model_id")),
-    Key("model_name_or_path", "hub_model", was=("model", "model_id")),
-    *rows((("learning_rate", "learning_rate"), ("per_device_train_batch_size", "microbatch"))),
-    Key("gradient_accumulation_steps", "accumulation", unset=("auto",)),
-    SYNC_EACH_BATCH,
-    Key("max_length", "seq", was=("max_seq_length", "max_prompt_length")),
-    Key("gradient_checkpointing", "recompute", words={True: "full", False: "none"}, default="full"),
-    Key("fp16", "half", words={True: "fp16", False: None}),
-    Key("bf16", "half", words={True: "bf16", False: None}),
-    Key("torch_dtype", "half", match=(("bf16|bfloat16", "bf16"), ("fp16|float16", "fp16"), ("32", "fp32"), ("auto", None)), was=("dtype",)),
-    Key("optim", "optimizer", match=(*OPTIMIZERS, (".", "adamw"))),
-    Key("optim", "eight_bit_states", match=(("8bit", True), (".", None))),
-    *FILE,
-    Key("fsdp", "fsdp", match=((".", 1),), unset=("", [])),
-    Key("fsdp", "offload_parameters", match=(("offload", True), (".", None)), unset=("", [])),
-    *(Key("use_liger_kernel", fact, words=BOTH) for fact in LIGER),
-    Key("attn_implementation", "eager", words={"eager": True}, match=((".", None),), was=("attn_impl",)),
-    Key("tuner_type", "adapter_kind", match=(("lora", "lora"), (".", "full")), was=("train_type", "sft_type")),
-    Key("use_peft", "adapter_kind", words={True: "lora", False: "full"}),
-    Key("lora_rank", "adapters", was=("lora_r",)),
-    *rows((("lora_alpha", "adapter_alpha"), ("lora_dropout", "adapter_dropout"))),
-    Key("lora_target_modules", "adapter_targets", was=("lora_target",)),
-    Key("lora_modules_to_save", "adapter_trains", was=("additional_target",)),
-    Key("use_rslora", "adapter_root", words={True: True, False: None}),
-    Key("use_bnb_nested_quant", "double_quantised", words={True: True, False: None}, was=("double_quantization",)),
-    Key("load_in_4bit", "quantised", words={True: 4, False: None}),
-    Key("load_in_8bit", "quantised", words={True: 8, False: None}),
-    *rows((("quant_bits", "quantised"), ("sequence_parallel_size", "sequence_ranks"))),
-    Key("NPROC_PER_NODE", "gpus_per_node", was=("nproc_per_node",)),
-    Key("NNODES", "nodes", was=("nnodes",)),
-)  # fmt: skip
 MEGATRON_KEYS = tuple(
     replace(key.only_read(), name=last_part(key.name), was=tuple(map(last_part, key.was)))
     for key in MEGATRON_TABLE.keys
@@ -222,79 +178,11 @@ def _trainer(facts: Facts) -> None:
     if facts.get("adapter_kind") != "lora":
         facts.pop("adapters", None)
     elif not facts.get("adapters"):
-        facts["adapters"] = 8  # the default of ms-swift; TRL's is 16
+        facts["adapters"] = 8  # the framework's default
     if (facts.get("tp") or 1) == 1:
         facts["sp"] = False
 
 
-def _factory(facts: Facts) -> None:
-    kind = str(facts.pop("fsdp", "") or "")
-    facts["sharding"] = facts.get("sharding") or (
-        "parameters" if kind else "optimizer" if facts.get("zero") else "none"
-    )
-    if facts.get("adapter_kind") != "lora":
-        facts.pop("adapters", None)
-    else:
-        facts["adapters"] = facts.get("adapters") or 8  # the framework's defaults
-        facts.setdefault("adapter_alpha", 2 * facts["adapters"])
-        facts.setdefault("adapter_targets", "all")
-        facts.setdefault("double_quantised", True)
-    facts.setdefault("half", "bf16")
-    by_megatron = any(facts.get(axis, 1) > 1 for axis in ("tp", "pp", "ep")) or facts.get("zero")
-    if by_megatron or (not kind and facts["sharding"] != "none"):  # off in Megatron and in its files of DeepSpeed
-        facts.setdefault("overlap_dp", False)
-        facts.setdefault("overlap_gather", False)
-    if not by_megatron and facts["sharding"] == "parameters":
-        facts["saves"] = "copied" if kind else "weights"
-
-
-LLAMA_FACTORY = Framework(
-    name="llama-factory",
-    launcher_shards=True,
-    title="LLaMA-Factory",
-    stack="accelerate",
-    defers_reduction=True,
-    form="yaml",
-    table=Table(
-        known_as="llama-factory",
-        keys=(
-            *TRAINER_KEYS,
-            *rows((("tensor_model_parallel_size", "tp"), ("pipeline_model_parallel_size", "pp")), default=1),
-            Key("expert_model_parallel_size", "ep", was=("dist_config.ep_size",), default=1),
-            Key("cp_size", "cp", was=("context_parallel_size",), default=1),
-            Key("cp_mode", "cp_kind", words={"ulysses": "ulysses", "ring": "ring"}),
-            flag("sp", "sequence_parallel"),
-            Key("use_distributed_optimizer", "zero", words={True: 1, False: 0}, default=0),
-            *rows((("overlap_grad_reduce", "overlap_dp"), ("overlap_param_gather", "overlap_gather")), words=SWITCH),
-            Key("dist_config.name", "fsdp"),
-            Key("per_device_train_batch_size", "microbatch", was=("micro_batch_size",)),
-            Key("cutoff_len", "seq"),
-            Key("disable_gradient_checkpointing", "recompute", words={True: "none", False: "full"}, default="full"),  # of Trainer
-            Key("recompute_granularity", "recompute", words={"full": "full", "selective": "selective", "none": "none"}),  # of Megatron
-            *(Key("enable_liger_kernel", fact, words={True: True, False: None}) for fact in LIGER),
-            Key("flash_attn", "eager", words={"disabled": True}, match=((".", None),)),
-            Key("bf16", "half", words={True: "bf16", False: "fp32"}),
-            Key("fp16", "half", words={True: "fp16", False: None}),
-            Key("fp8", "eight", words={True: "fp8", False: None}),
-            Key("finetuning_type", "adapter_kind", words={"lora": "lora", "full": "full", "freeze": "full"}),
-            Key("quantization_bit", "quantised"),
-        ),
-        not_modelled=(*SHARED, r"^stage$|optim_config|kernel_config|dist_config|init_config|quant_config|packing|moe_|fusion|fp8_|lora|flash_attn|template|overlap"),
-        derive=_factory,
-    ),
-)  # fmt: skip
-
-OTHERS = (r".",)  # of the keys that the framework has, those that are left set nothing that is modelled
-TRL = Framework(
-    name="trl",
-    title="TRL",
-    stack="accelerate",
-    defers_reduction=True,
-    form="yaml",
-    table=Table(known_as="trl", keys=TRAINER_KEYS, not_modelled=OTHERS, derive=_trainer),
-    names=("Transformers", "Trainer", "Hugging Face Trainer", "transformers Trainer"),
-    launcher_shards=True,
-)
 MS_SWIFT = Framework(
     name="ms-swift",
     title="ms-swift",

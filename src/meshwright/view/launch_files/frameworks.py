@@ -8,6 +8,8 @@
     NeMo Automodel       -m nemo_automodel.cli.app FILE
     axolotl              -m axolotl.cli.train FILE
     accelerate           YOUR-SCRIPT, after `accelerate launch --config_file FILE` in place of torchrun
+    TRL                  -m trl.scripts.sft --config FILE
+    LLaMA-Factory        -m llamafactory.launcher FILE
     Megatron-Bridge      run_recipe.py --recipe NAME KEY=VALUE …         a recipe of the model, with the settings of the plan
 
 A launch file must start the plan and nothing else, so a plan that the settings cannot express is an error here; `plan --write` writes such
@@ -127,6 +129,25 @@ STARTS: dict[str, Json] = {
             "data-parallel rank, {optimizer} with a learning rate of {rate:g}, save_state in {folder}/checkpoints "
             "every {every} steps, and load_state at its start.",
         ),
+    },
+    "trl": {  # the program that `trl sft` starts
+        "begin": ("-m", "trl.scripts.sft", "--config", "{file}"),
+        "settings": {
+            "output_dir": "$checkpoints", "save_steps": "$every", "max_steps": "$steps", "learning_rate": "$rate", "warmup_steps": "$warmup",
+            "weight_decay": "$decay", "max_grad_norm": "$clip_or_zero",
+        },
+        "notes": (
+            "Add model_name_or_path and dataset_name: a plan does not have them.",
+            "To continue from the last checkpoint, add resume_from_checkpoint with its folder.",
+        ),
+    },
+    "llama-factory": {  # the program that `llamafactory-cli train` starts; it continues from the last checkpoint of the output folder
+        "begin": ("-m", "llamafactory.launcher", "{file}"),
+        "settings": {
+            "stage": "sft", "do_train": True, "output_dir": "$checkpoints", "save_steps": "$every", "max_steps": "$steps",
+            "learning_rate": "$rate", "warmup_steps": "$warmup", "weight_decay": "$decay", "max_grad_norm": "$clip_or_zero",
+        },
+        "notes": ("Add model_name_or_path, dataset and template: a plan does not have them.",),
     },
     "megatron-bridge": {  # overrides of a recipe; it loads the last checkpoint of `checkpoint.load` if there is one
         "settings": {
