@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import distributed
+from torch._dynamo import reset
 
 import ranks
 from meshwright.describe.model import Model
@@ -15,6 +16,7 @@ from meshwright.parallel.apply import apply
 from meshwright.parallel.compile import plan_compilation, resolve_compile
 from meshwright.programs.pipelines import build
 from meshwright.training.data.samples import RandomSamples
+from meshwright.training.fake_group import fake_group, filled_receives
 from meshwright.training.loop import Trainer
 
 DENSE = Model(hidden=8, layers=3, heads=2, ffn=8, vocab=9, dropout_rate=0.3)
@@ -55,7 +57,6 @@ def test_what_cannot_be_compiled_is_left_out_with_its_reason():
 @pytest.fixture
 def traced_only(monkeypatch):
     """One process; graphs are traced and not compiled."""
-    from torch._dynamo import reset
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr(compiling, "BACKEND", "eager")
@@ -82,3 +83,38 @@ def test_all_layers_of_a_kind_share_one_graph_in_every_step(traced_only, model, 
     Dropout draws other elements in each step without another graph."""
     assert losses(model, mode) == losses(model, "off")
     assert compiling.graph_counts() == counts
+
+
+def names_of_results(graph):
+    """For each `autograd.Function` in a graph: the name of the first tensor that its forward returns, and of those that are the same tensor."""
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if "autograd_function_apply" in str(node.target):
+                forward = getattr(module, node.args[0].target).graph
+                *body, output = forward.nodes
+                result = torch.utils._pytree.tree_leaves(output.args)[0]
+                tensor = result.meta["example_value"]
+                yield [
+                    str(result),
+                    *(str(n) for n in body if n is not result and n.meta.get("example_value") is tensor),
+                ]
+
+
+def test_no_compiled_function_returns_a_tensor_that_has_another_name(monkeypatch):
+    """torch 2.11 loses the gradient of a result that is another tensor of the same forward, as `x.contiguous()` is x if x is contiguous (issue
+    180642). With one sequence a gathered tensor is contiguous in any order of its dimensions."""
+    found = []
+
+    def backend(graph, inputs):
+        found.extend(names_of_results(graph))
+        return graph.forward
+
+    monkeypatch.setattr(compiling, "BACKEND", backend)
+    plan = Plan(tp=2, sp=True, microbatch=1)
+    reset()
+    with fake_group(0, plan.world), filled_receives():
+        workload = Workload(batch=plan.dp, seq=8)
+        parallel = apply(DENSE, plan, workload, 0, dtype=torch.float64, compile="blocks")
+        Trainer(parallel, RandomSamples(DENSE, 8, 0, False)).train(1)
+    assert len(found) > 2
+    assert [names for names in found if len(names) > 1] == []

@@ -119,7 +119,10 @@ def drop(x: Tensor, token_BS: Tensor, rate: float) -> Tensor:
     scale = 1 / (1 - parts_of(rate) / 2**16)
     if x.is_cuda and not torch.compiler.is_compiling() and kernel() is not None and x.dtype in kernel().DTYPES:
         return kernel().drop(x, token_BS, parts_of(rate), scale)
-    return (x * scale).masked_fill_(~kept(token_BS, rate, x.shape[-1]).reshape(x.shape), 0.0)
+    dropped = ~kept(token_BS, rate, x.shape[-1]).reshape(x.shape)
+    if torch.compiler.is_compiling():
+        return (x * scale).masked_fill(dropped, 0.0)  # not in place: see `parallel.exchange.in_order`
+    return (x * scale).masked_fill_(dropped, 0.0)
 
 
 @cache

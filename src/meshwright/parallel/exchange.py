@@ -50,7 +50,7 @@ def all_gather(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """The ranks' tensors of equal shape, one after the other along `dim`."""
     front = to_front(tensor, dim)
     if torch.compiler.is_compiling():
-        return operators.all_gather(front, group.group_name).movedim(0, dim).contiguous()
+        return in_order(operators.all_gather(front, group.group_name).movedim(0, dim))
     whole = front.new_empty((front.shape[0] * group.size(), *front.shape[1:]))
     operators.gather_into(whole, front, group=group)
     return from_front(whole, dim)
@@ -62,7 +62,7 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     check_divides(tensor, ranks, dim)
     front = to_front(tensor, dim)
     if torch.compiler.is_compiling():
-        return operators.reduce_scatter(front, group.group_name).movedim(0, dim).contiguous()
+        return in_order(operators.reduce_scatter(front, group.group_name).movedim(0, dim))
     part = front.new_empty((front.shape[0] // ranks, *front.shape[1:]))
     operators.scatter_into(part, front, group=group)
     return from_front(part, dim)
@@ -97,6 +97,12 @@ def from_front(tensor: Tensor, dim: int) -> Tensor:
     return back.reshape(-1).view(back.shape).detach()
 
 
+def in_order(tensor: Tensor) -> Tensor:
+    """Contiguous, without a call that returns its argument. Of a compiled `autograd.Function` torch 2.11 returns every tensor that forward names;
+    if two names are one tensor, the gradient of the result is taken for that of the other name, and is lost (its issue 180642)."""
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
 Collective = Callable[[Tensor, ProcessGroup, int], Tensor]
 
 
@@ -123,7 +129,7 @@ def pair(there: Collective, back: Collective) -> Callable[..., Tensor]:
 def own_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     ranks, rank = size_and_rank(group)
     check_divides(x, ranks, dim)
-    return x.chunk(ranks, dim)[rank].contiguous()
+    return in_order(x.chunk(ranks, dim)[rank])
 
 
 def sum_in_place(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
