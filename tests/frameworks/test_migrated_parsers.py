@@ -8,10 +8,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-from cases import CASES, expected, facts_of, flags_of
+from cases import expected, facts_of, flags_of
 from environments import VERSIONS, drive
 
-from interop.test_migrate import first_text, migrated
+from interop.test_migrate import PLANS, first_text, migrated
 from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.interop.migrate import Migration
 from meshwright.view.launch_files.megatron import variables
@@ -22,7 +22,7 @@ NUMBER = 10  # migrations for each environment
 @cache
 def sample(target: str) -> dict[str, Migration]:
     """Migrations to a framework, by case and source."""
-    pairs = [(case, source) for case in CASES for source in FRAMEWORKS if source != target and first_text(case, source)]
+    pairs = [(case, source) for case in PLANS for source in FRAMEWORKS if source != target and first_text(case, source)]
     random.Random(target).shuffle(pairs)
     out: dict[str, Migration] = {}
     for case, source in pairs:
