@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from meshwright.describe.config import load
-from meshwright.view.page import memory, modeler, waterfall
+from meshwright.view.page import memory, modeler, overlap, waterfall
 from meshwright.view.page.subject import Subject
 from web.browser import shows
 
@@ -40,7 +40,7 @@ def test_parts_sum_to_the_step_and_to_the_peak(subject: Subject) -> None:
     for stage in room["stages"]:
         assert sum(p["gib"] for p in stage["parts"]) == pytest.approx(stage["total_gib"])
     assert max(gib for _, gib in room["timeline"]["points"]) == pytest.approx(room["activations_gib"])
-    rows = {row["name"]: row["step_time_s"] for row in step["overlap"]["rows"]}
+    rows = {row["name"]: row["step_time_s"] for row in overlap.data(subject)["rows"]}
     assert rows["no overlap"] >= rows["this plan"] >= rows["double buffering"]
 
 

@@ -116,7 +116,7 @@ TABLE = Table(
         Key(M + "microbatch_group_size_per_vp_stage", "microbatch_group", read_only=True),
         Key(M + "context_parallel_size", "cp", was=("context_parallel_size", "cp_size"), default=1, always=True),
         Key(M + "cp_comm_type", "cp_kind", words=CP_KINDS, default="ring"),
-        Key(M + "expert_model_parallel_size", "ep", was=("expert_model_parallel_size", "ep_size"), default=1),
+        Key(M + "expert_model_parallel_size", "ep", was=("expert_model_parallel_size", "ep_size"), default=1, always=True),
         Key(M + "expert_tensor_parallel_size", "expert_tp", was=("expert_tensor_parallel_size", "etp_size")),
         Key("ddp.use_distributed_optimizer", "zero", words={True: 1, False: 0}, default=1),
         Key("optimizer.use_distributed_optimizer", "zero_of_optimizer", words=SWITCH),
