@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwright.cost.phase import HOST_RATE
+from meshwright.cost.closing import HOST_RATE
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan

@@ -145,9 +145,8 @@ def layer_moment(program: StepProgram, rank: RankProgram) -> Moment:
         once, each = (max(m.ffn * copies, experts, m.linear.projected) for copies in (1, 1 + columns))
         widest = np.where(b.reruns_layers & b.offload_activations, each, once)
     scores: Array = 0.0
-    if (
-        b.stack.attention == "stored"
-    ):  # their gradient; of an unfused softmax, in fp32 and before it or after it in 16 bits
+    # The gradient of stored scores; of an unfused softmax, in fp32 and before it or after it in 16 bits.
+    if b.stack.attention == "stored":
         scores = m.heads * b.seq * (e if "softmax" in b.stack.fused else 4 + e)
     flow = b.tokens * (2 * m.hidden * e + np.maximum(widest * e, scores) / b.tp) + program.tile
     return Moment(

@@ -1,7 +1,7 @@
 """The time of a training step: compute and communication streams, host, pipeline, and the work done once per step.
 
 `cost.phase` times one micro-batch on one rank. Micro-batches run through the pipeline (`ramp`). Gradients are reduced behind the
-last backward if the stack overlaps them; the optimizer and the step overhead of the stack end the step (`cost.phase`).
+last backward if the stack overlaps them; the optimizer and the step overhead of the stack end the step (`cost.closing`).
 
 `exposed` splits the step of the slowest rank into parts that sum exactly: compute by part, communication by axis, host, bubble,
 optimizer, overhead.
@@ -24,9 +24,10 @@ from functools import cached_property
 
 import numpy as np
 
+from meshwright.cost.closing import closing_time
 from meshwright.cost.collective import OPERATIONS, CollectiveTimes
 from meshwright.cost.memory import memory
-from meshwright.cost.phase import AXIS_OF, SPLIT_ONLY, PhaseTime, RankTime, closing_time, phase_times, rank_time
+from meshwright.cost.phase import AXIS_OF, SPLIT_ONLY, PhaseTime, RankTime, phase_times, rank_time
 from meshwright.describe.cluster import Cluster
 from meshwright.lower.program import EXCHANGE, Array, Batch, Column, Op, StepProgram, present, scalar, sent
 from meshwright.programs.pipelines import formulas

@@ -76,9 +76,8 @@ def graphed_parts(facts: Facts) -> tuple[str, ...]:
 def switch_stack(facts: Facts, plan: dict[str, Any], stack: Stack) -> dict[str, Any]:
     """The fields of the stack that the settings change."""
     stated = {name: facts[name] for name in ("saves", "loads") if facts.get(name)}
-    eager = (
-        facts.get("eager") and plan.get("cp", 1) == 1
-    )  # parts of a sequence attend by flash, flex or scaled-dot-product kernels
+    # Parts of a sequence attend by flash, flex or scaled-dot-product kernels.
+    eager = facts.get("eager") and plan.get("cp", 1) == 1
     if eager:
         stated["attention"] = "stored"
     parts = {part: facts.get(f"fused_{part}") for part in ("loss", "norm", "activation")}

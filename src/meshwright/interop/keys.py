@@ -355,9 +355,8 @@ class Framework:
     torch_pipeline: bool = False
     # Pattern of the paths of recipes whose number of GPUs is the smallest that their degrees allow.
     least_gpus: str = ""
-    defers_reduction: bool = (
-        False  # FSDP reduces gradients once per step, not after each micro-batch, unless settings say so
-    )
+    # FSDP reduces gradients once per step, not after each micro-batch, unless settings say so.
+    defers_reduction: bool = False
     launcher_shards: bool = False  # ZeRO or FSDP may be set in a file of the launcher, apart from the settings
     vocab_of_tokenizer: bool = False  # settings need not state the size of the vocabulary
     on_gpus: bool = True  # False: most recipes are for TPUs

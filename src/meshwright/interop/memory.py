@@ -246,9 +246,8 @@ def _stage(parts: dict[str, float], share: float, reading: SettingsReading) -> f
         out["parameters"] = 0.0
         if plan.reduces_each:  # whole gradients stay until they are reduced
             out["gradients"] = 0.0
-    elif (
-        facts.get("offload_states") and not reading.framework.splits_evenly
-    ):  # the gradients follow the states, but not in Megatron
+    # The gradients follow the states, but not in Megatron.
+    elif facts.get("offload_states") and not reading.framework.splits_evenly:
         out["gradients"] = 0.0
     return sum(out.values())
 

@@ -12,7 +12,8 @@ from functools import cache
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from meshwright.cost import compute
-from meshwright.cost.phase import AXIS_OF, SPLIT_ONLY, axis_overlap
+from meshwright.cost.phase import AXIS_OF, SPLIT_ONLY
+from meshwright.cost.pieces import axis_overlap
 from meshwright.cost.walked import WalkedStep
 from meshwright.lower.offload import TO_HOST
 from meshwright.lower.program import PHASES, Op, scalar

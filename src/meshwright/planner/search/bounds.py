@@ -29,8 +29,9 @@ from functools import partial, reduce
 
 import numpy as np
 
+from meshwright.cost.closing import host_update_time
 from meshwright.cost.collective import CollectiveTimes
-from meshwright.cost.phase import host_update_time, phase_times, rank_time
+from meshwright.cost.phase import phase_times, rank_time
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.plan_fields import PlanArrays
 from meshwright.describe.schedules import SCHEDULES
