@@ -101,9 +101,8 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
     main = max(benches, key=lambda bench: (bench.tool != NCCL_TESTS, bench.world))
     expected = load_cluster(expect) if expect else best_match(main)
     backend = library_backend(main)
-    from_pairs = (
-        main.world > 1 and main.tool != NCCL_TESTS
-    )  # nccl-tests has no transfers of single pairs, so the links are the catalog's
+    # nccl-tests has no transfers of single pairs, so the links are the catalog's
+    from_pairs = main.world > 1 and main.tool != NCCL_TESTS
     levels = find_levels(main, backend) if from_pairs else []
     device, about_device = measured_device(benches, expected)
     bare = cluster_of(levels, expected, main, name or "measured", backend, device)

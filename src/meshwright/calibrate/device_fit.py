@@ -231,9 +231,8 @@ class SingleOperation(NamedTuple):
     flop: float
     attention: float
     attention_flop: float
-    factors: Mapping[
-        str, tuple[float, float]
-    ] = {}  # of norm, activation, …: on the host time, on bytes and exponentials
+    # Of norm, activation, …: on the host time, on bytes and exponentials
+    factors: Mapping[str, tuple[float, float]] = {}
 
     def seconds(self, op: Op) -> tuple[float, float]:
         """Return the host seconds, and the arithmetic and memory seconds, of an operation."""

@@ -43,9 +43,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives.formulas import Terms, terms
 from meshwright.units import counted
 
-SPARE_POINTS = (
-    3  # beyond one for each constant: a fit through as many points as constants always has a residual of zero
-)
+# Beyond one for each constant: a fit through as many points as constants always has a residual of zero
+SPARE_POINTS = 3
 HUBER, MAD, LEAST_SCALE = 1.345, 1.4826, 1e-6
 MEDIAN_ROUNDS, ROUNDS = 20, 60
 

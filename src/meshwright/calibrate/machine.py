@@ -23,9 +23,8 @@ from meshwright.units import Json
 
 VERSION = 8  # raised whenever what is measured changes: a cached calibration of another version is measured anew
 ACCELERATOR = "cpu"
-ACTION_LAUNCHES = (
-    40.0  # host work of one action of a pipeline schedule, in launches: torch's stages are written in Python
-)
+# Host work of one action of a pipeline schedule, in launches: torch's stages are written in Python
+ACTION_LAUNCHES = 40.0
 SIZES = (2**10, 2**16, 2**20)  # bytes of the measured collectives
 STEP_LAUNCHES = 100.0  # launches of a step outside model and optimizer: reading the batch, counting tokens, records
 ALPHA, BANDWIDTH = 1e-4, 1e9  # of a link that factors scale to the measured one

@@ -169,9 +169,8 @@ def bench_of(
         )
     program = program_of(rows, count, programs, name)
     operation = PROGRAMS[program][0]
-    ring = (
-        count > 2 and operation == "point-to-point"
-    )  # in sendrecv_perf each rank sends to the next one: as many transfers at once as ranks
+    # In sendrecv_perf each rank sends to the next one: as many transfers at once as ranks
+    ring = count > 2 and operation == "point-to-point"
     points = tuple(
         Point(
             median_s=row.time * 1e-6, low_s=row.time * 1e-6, high_s=row.time * 1e-6, samples=1, operation=operation, backend="nccl",

@@ -28,9 +28,8 @@ from meshwright.proof.parts import INITIAL_VALUE, beside
 from meshwright.proof.result import finite
 from meshwright.proof.tolerance import Tolerance, verdict_of
 
-UNTOLD = (
-    1000  # without a perturbed reference, an error above the smallest bound may be rounding up to this many times it
-)
+# Without a perturbed reference, an error above the smallest bound may be rounding up to this many times it
+UNTOLD = 1000
 
 
 @dataclass
@@ -42,9 +41,8 @@ class RunComparison:
     errors: dict[str, float]  # the largest by kind
     differences: list[TensorDifference]
     diagnosis: Diagnosis | None
-    modules: list[
-        tuple[str, ErrorAndBound, ErrorAndBound]
-    ]  # of the step that differs, or of the last: output, gradient of it
+    # Of the step that differs, or of the last: output, gradient of it
+    modules: list[tuple[str, ErrorAndBound, ErrorAndBound]]
     gradients: dict[str, ErrorAndBound]  # of that step
     losses: list[tuple[float, float]]  # by step: reference, candidate
     unmapped: list[str]

@@ -30,9 +30,8 @@ class NoteExchange:
             self.store = distributed.PrefixStore(
                 f"meshwright/{name}", distributed.distributed_c10d._get_default_store()
             )
-        self.waiting: list[
-            tuple[int, float]
-        ] = []  # on rank 0: steps whose notes are not all there, and when this rank sent its own
+        # On rank 0: steps whose notes are not all there, and when this rank sent its own
+        self.waiting: list[tuple[int, float]] = []
         self.patience = PATIENCE_S
         self.heard: set[int] = set()
 

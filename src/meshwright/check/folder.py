@@ -53,9 +53,8 @@ class Recording:
 
     folder: Path
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    boxes: Callable[[RecordedValue], Iterable[RecordedValue]] | None = (
-        None  # of a parameter, as a user's table says them
-    )
+    # The boxes of a parameter, as a user's table says them
+    boxes: Callable[[RecordedValue], Iterable[RecordedValue]] | None = None
 
     @classmethod
     def read(cls, folder: str | Path) -> Recording:

@@ -61,9 +61,8 @@ def _compressed(m: Model, mixer: str, width: int, near: int, seq: int) -> LayerC
     pooled, waiting = divmod(seq, ratio)
     index = m.index_dim if mixer == "selected" else 0
     overlapping = ratio if mixer == "selected" and pooled else 0
-    projected = (
-        2 if mixer == "selected" else 1
-    )  # vectors of each position that are pooled: its own pool's and the next one's
+    # Vectors of each position that are pooled: its own pool's and the next one's
+    projected = 2 if mixer == "selected" else 1
     held = 2 * (width + index) * (waiting * projected + overlapping)  # keys, and the weights with which they are pooled
     far = min(pooled, m.index_top_k) if mixer == "selected" else pooled
     kept = width * near + (width + index) * pooled + held

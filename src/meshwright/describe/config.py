@@ -117,9 +117,8 @@ class Config(Shown):
 
     @classmethod
     def _resolved(cls, draft: Draft, overrides: Iterable[str]) -> Self:
-        words = sorted(
-            overrides, key=lambda word: not word.strip().startswith("run.")
-        )  # `run.start_from` names a model
+        # `run.start_from` names a model
+        words = sorted(overrides, key=lambda word: not word.strip().startswith("run."))
         of_run = sum(word.strip().startswith("run.") for word in words)
         for word in words[:of_run]:
             draft.override(word)

@@ -40,9 +40,8 @@ def packed(lengths: tuple[int, ...], seq: int) -> PackedSequence:
         return PackedSequence(attended, 0.0)
     count = max(2, min(SEQUENCES, int(DRAWS * mean / seq)))
     ends = np.cumsum(np.random.default_rng(0).choice(np.array(lengths), int(2 * count * seq / mean) + len(lengths)))
-    edges = np.union1d(
-        ends[ends < count * seq], np.arange(seq, count * seq + 1, seq)
-    )  # ends of documents and of sequences
+    # Ends of documents and of sequences
+    edges = np.union1d(ends[ends < count * seq], np.arange(seq, count * seq + 1, seq))
     work = np.bincount((edges - 1) // seq, np.diff(edges, prepend=0).astype(float) ** 2, count)
     return PackedSequence(attended, float(work.std() / work.mean()))
 

@@ -31,14 +31,8 @@ PLAN, PRESENT, PREDICTION = "plan.toml", "present.toml", "prediction.json"
 RUN, STEPS, EVENTS, LOCK = "run.json", "steps.jsonl", "events.jsonl", "lock"
 ORIGINAL = "huggingface"
 CHECKPOINTS, PROFILE = "checkpoints", "profile"
-RESULTS = (
-    "measurement",
-    "difference",
-    "interference",
-    "communication",
-    "timeline",
-    "kernels",
-)  # JSON files written at the end
+# JSON files written at the end
+RESULTS = ("measurement", "difference", "interference", "communication", "timeline", "kernels")
 VERSION = 1  # of run.json
 STEP_KEYS = (
     "step", "time", "loss", "grad_norm", "tokens", "seconds", "tokens_per_s", "learning_rate", "mfu", "memory_gib", "exposed_s",

@@ -32,9 +32,8 @@ class Schedule:
     in_rounds: bool = False  # takes micro-batches in rounds of pp, as Megatron's interleaved 1F1B
     splits_in_pairs: bool = False  # splits only the backwards that are not paired with a forward, as DualPipeV
     uneven_ranks: bool = False  # ranks hold different numbers of activations
-    counts_blocking: bool = (
-        False  # `paths` counts transfers that block both ranks; else each action takes a transfer longer
-    )
+    # `paths` counts transfers that block both ranks; else each action takes a transfer longer
+    counts_blocking: bool = False
     delays_all_turns: bool = False  # looped ranks wait for the longest stage in nearly all turns, not in one round
     unusualness: int = 11  # smaller: more usual, preferred among plans that are equally fast
     costed_as: str = ""  # the schedule whose closed forms stand for this one

@@ -31,12 +31,8 @@ from meshwright.errors import MeshwrightError
 #
 # Multi-head latent attention (DeepSeek) multiplies all scores, not only the rotated part, by m(s, mscale_all_dim)².
 
-NEED_ORIGINAL = (
-    "dynamic",
-    "llama3",
-    "yarn",
-    "longrope",
-)  # kinds that compare with the positions of the original training
+# Kinds that compare with the positions of the original training
+NEED_ORIGINAL = ("dynamic", "llama3", "yarn", "longrope")
 
 
 class RopeOptions(Described):

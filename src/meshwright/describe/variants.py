@@ -266,10 +266,8 @@ class Compression:
     name: str
     about: str
     passes: float = 0.0  # over the gradients in device memory, to compress and expand them
-    operators: tuple[float, float] = (
-        4.0,
-        0.0,
-    )  # torch operators to compress and expand: of each message, of each parameter
+    # Torch operators to compress and expand: of each message, of each parameter
+    operators: tuple[float, float] = (4.0, 0.0)
     keeps_error: bool = True  # the unsent part of a gradient is added to the next one
     proportional: bool = False  # bytes are proportional to the elements, however they are cut into messages
     selects: bool = False  # selects the largest values of a message

@@ -48,12 +48,8 @@ PARTS = ("products", "attention", "elementwise", "host", "network")
 COORDINATE = dict(zip(PARTS, (1, 2, 3, 0, 4), strict=True))  # of the numbers: the one that makes a part free
 FREE, LEAST_LAUNCH = -30.0, math.log(1e-9)
 UNMEASURED = 1.5  # standard deviation of ln rates of a device that was never measured
-OTHER_LAUNCHES = (
-    "product_launch",
-    "attention_launch",
-    "tile_launch",
-    "update_launch",
-)  # a trace has them in each part: they become `launch`
+# A trace has them in each part: they become `launch`
+OTHER_LAUNCHES = ("product_launch", "attention_launch", "tile_launch", "update_launch")
 ROUNDS, SLOPE, LARGEST_STEP = 12, 0.02, 0.7
 LEAST_SHARE = 0.005  # of the step: a smaller part is not used
 SAME_WORK = 1.6  # products of the trace over those of the plan: further apart, it is another program

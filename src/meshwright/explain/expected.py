@@ -55,9 +55,8 @@ def floor_of(config: Config, op: Op) -> float:
     return float(np.max(op.bytes)) / bandwidth(config)
 
 
-ShapeKey = tuple[
-    int, tuple[int, ...]
-]  # products in a batch, and the three sizes in order: the same for forward and both gradients
+# Products in a batch, and the three sizes in order: the same for forward and both gradients
+ShapeKey = tuple[int, tuple[int, ...]]
 
 
 def shape_key(batch: float, *sizes: float) -> ShapeKey:

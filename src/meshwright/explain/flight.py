@@ -25,11 +25,10 @@ from meshwright.units import counted, format_seconds
 
 Key = tuple[GroupKey, int]
 RANK = re.compile(r"[0-9]{1,7}").fullmatch
-LEAST_CALLS, LEAST_LATE_S = 5, 1e-3  # a slow rank is last in so many calls, by so much each,
-LATE_SHARE, SPAN_SHARE = (
-    0.6,
-    0.05,
-)  # has this share of what all ranks are late, and this share of the time of the record
+# A slow rank is last in at least this many calls, by at least this much each; it has this share of what all ranks are late, and that is this share
+# of the time of the record
+LEAST_CALLS, LEAST_LATE_S = 5, 1e-3
+LATE_SHARE, SPAN_SHARE = 0.6, 0.05
 
 
 @dataclass(frozen=True)

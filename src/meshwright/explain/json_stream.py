@@ -26,9 +26,8 @@ GOES_ON = "eE.+-"  # after a number: the buffer ends inside it
 GZIP = b"\x1f\x8b"
 GZIP_FORMAT = zlib.MAX_WBITS | 16
 PACKED = 1 << 16  # bytes of a piece of a compressed file
-EMPTY_VALUE = re.compile(
-    r'("Process Group Description"\s*:\s*)(?=[,}])'
-)  # torch writes no value where a group has no description
+# Torch writes no value where a group has no description
+EMPTY_VALUE = re.compile(r'("Process Group Description"\s*:\s*)(?=[,}])')
 
 
 class EndOfText(Exception):

@@ -19,13 +19,8 @@ from meshwright.explain.recognise import RecognisedTrace
 from meshwright.explain.trace import Detail
 from meshwright.lower.program import Op, scalar
 
-OPERATORS = {
-    "aten::mm": 0,
-    "aten::addmm": 1,
-    "aten::bmm": 0,
-    "aten::baddbmm": 1,
-    "aten::_scaled_mm": 0,
-}  # first factor's position
+# The position of the first factor among the arguments
+OPERATORS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1, "aten::_scaled_mm": 0}
 FAIR_SHARE = 0.05  # of all FLOPs: a shape with less does not set the usual rate
 SLOW = 0.5  # share of the usual rate below which a product is called slow
 SLOW_UNKNOWN = 0.25  # the same where the rates of the device are not known: small products are slower than large ones for good reasons

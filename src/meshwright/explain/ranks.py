@@ -15,13 +15,8 @@ from meshwright.explain.collectives import UNNAMED, traced_collectives
 from meshwright.explain.recognise import RecognisedTrace
 from meshwright.explain.trace import NamedSpan, TracedCollectives
 
-SYNCHRONOUS = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "barrier",
-)  # complete on all ranks at the same time
+# Complete on all ranks at the same time
+SYNCHRONOUS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 MESSAGES = ("send", "receive")  # waiting for those is the bubble of a pipeline
 NOTABLE_NS = 1_000_000  # a difference of clocks that is worth a note
 ANOTHER_CLOCK_NS = 1_000_000_000  # ranks of one host with a larger difference do not share its clock
@@ -35,9 +30,8 @@ class RankInGroup:
     found: RecognisedTrace
     collectives: TracedCollectives
     clock: int  # nanoseconds to add to a time of this trace for the common clock
-    last_start: NDArray[
-        np.int64
-    ]  # per collective, on this rank's clock: when the last rank arrived; its own start where that is not known
+    # Per collective, on this rank's clock: when the last rank arrived; its own start where that is not known
+    last_start: NDArray[np.int64]
     last_rank: NDArray[np.int64]  # which rank that was; −1: not known
 
     @property

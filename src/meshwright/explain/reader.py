@@ -34,11 +34,8 @@ MOST_TEXTS = 400_000  # distinct names, or distinct details
 LONGEST_TEXT, LONGEST_VALUE = 400, 2000  # characters: of a name or of shapes, and of what is kept to find its number
 TYPES = {"start": "d", "duration": "d", "category": "b"} | dict.fromkeys(("name", "thread", "detail"), "i")
 NONE = -1
-NUMBERS = {
-    "correlation": "correlation",
-    "sequence": "Sequence number",
-    "forward_thread": "Fwd thread id",
-}  # column → key of the arguments
+# Column → key of the arguments
+NUMBERS = {"correlation": "correlation", "sequence": "Sequence number", "forward_thread": "Fwd thread id"}
 ABOUT = ("distributedInfo", "otherData", "baseTimeNanoseconds", "host_name", "deviceProperties")  # of the members
 LATEST, LONGEST = 4e15, 1e14  # microseconds of a time and of a duration: their sums fit into 64 bits of nanoseconds
 NUMBERED = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,6})(?!\d)", re.IGNORECASE)  # in a file name
@@ -81,9 +78,8 @@ class EventColumns:
         """Add the events of a part of the document: those as torch writes them all at once, column by column; others after a look at each value."""
         number, events = len(events), [event for event in events if isinstance(event, dict)]
         self.skipped += number - len(events)
-        spans = [
-            event for event in events if event.get("ph") == "X" and event.get("cat") != "Trace"
-        ]  # that spans the whole recording
+        # Without the event that spans the whole recording
+        spans = [event for event in events if event.get("ph") == "X" and event.get("cat") != "Trace"]
         for event in events if len(spans) < len(events) else ():
             self._note(event)
         try:
@@ -130,9 +126,8 @@ class EventColumns:
         elif phase in ("B", "E"):
             self.skipped += 1
         elif phase == "i" and event.get("name") == "[memory]" and isinstance(arguments, dict):
-            on_device = (
-                arguments.get("Device Type") == 1
-            )  # the largest of a device, or of the host if there is no device
+            # The largest of a device, or of the host if there is no device
+            on_device = arguments.get("Device Type") == 1
             self.peak[on_device] = max(self.peak[on_device], _whole(arguments.get("Total Allocated")))
 
     def table(self) -> tuple[EventTable, float]:

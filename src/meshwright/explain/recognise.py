@@ -170,9 +170,8 @@ class RecognisedTrace:
         if not len(self.device):
             return host
         order = np.argsort(self.launched_at, kind="stable")
-        latest = np.maximum.accumulate(
-            self.events.end[self.device][order]
-        )  # of this kernel and those launched before it
+        # Of this kernel and those launched before it
+        latest = np.maximum.accumulate(self.events.end[self.device][order])
         begins = np.array([*(s.start for s in host), host[-1].end])
         before = np.searchsorted(self.launched_at[order], begins) - 1
         edges = np.where(before >= 0, np.maximum(begins, latest[before]), begins).tolist()

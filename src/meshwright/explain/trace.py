@@ -114,9 +114,8 @@ class RankTrace:
 class TracedCollectives:
     """The collectives of a rank in columns, in the order in which they started."""
 
-    kind: tuple[
-        str, ...
-    ]  # all_reduce | all_gather | reduce_scatter | all_to_all | send | receive | broadcast | barrier
+    # all_reduce | all_gather | reduce_scatter | all_to_all | send | receive | broadcast | barrier
+    kind: tuple[str, ...]
     group: tuple[str, ...]  # name of the process group; empty where the trace does not say it
     ranks: tuple[tuple[int, ...], ...]  # of the group; empty where the trace does not say them
     bytes: NDArray[np.int64]  # of the full buffer; 0 where the trace has no shapes

@@ -9,9 +9,8 @@ from meshwright.lower.layer import LayerLowering
 from meshwright.lower.layer_kinds import parts
 from meshwright.lower.program import Op
 
-SPLIT_LOSS_LAUNCHES = (
-    25.0  # more launches where ranks hold parts of the vocabulary: masks, the maximum, the target's logit
-)
+# More launches where ranks hold parts of the vocabulary: masks, the maximum, the target's logit
+SPLIT_LOSS_LAUNCHES = 25.0
 
 
 def embedding(low: LayerLowering) -> dict[str, list[Op]]:
@@ -59,9 +58,8 @@ def head(low: LayerLowering) -> dict[str, list[Op]]:
     low.memory("I", "loss-grad", "head", logits, passes[1], 1 if fused else 5, exponentials=logits, elementwise="loss")
     wide = b.tokens * max(4.0, low.element)
     low.collective("F", "loss-maximum", "head", "all_reduce", "tp", wide, low.with_tp)
-    low.collective(
-        "F", "loss-sums", "head", "all_reduce", "tp", 2 * wide, low.with_tp
-    )  # of exponentials, and the target's logit
+    # Of exponentials, and the target's logit
+    low.collective("F", "loss-sums", "head", "all_reduce", "tp", 2 * wide, low.with_tp)
     return low.phases
 
 

@@ -148,9 +148,8 @@ def compressed(b: Batch, block_tensors: list[Tensor]) -> list[tuple[Array, Array
     d, out = degrees(b), []
     for t in block_tensors:
         ranks = b.size(DATA_AXES[t.group].shard)
-        stacked = np.where(
-            b.sharded(t.group) & (shard_dim(t.shape, ranks) == 1), ranks, 1.0
-        )  # parts stacked along rows
+        # Parts stacked along rows
+        stacked = np.where(b.sharded(t.group) & (shard_dim(t.shape, ranks) == 1), ranks, 1.0)
         shape = [t.shape[0] * stacked, math.prod(t.shape[1:]) / stacked] if len(t.shape) > 1 else t.shape
         on = compressible(t.style, d) * (t.size > 0) * t.learns
         out.append((t.size * on, *(x * on for x in factor_size(shape, b.compression_rank))))

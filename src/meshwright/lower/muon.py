@@ -79,9 +79,8 @@ def share_of(b: Batch, p: Parameter) -> MatrixShare:
     is_cut = any(axis == tensor and dim >= first for dim, axis in rule.cuts)
     by_tensor = is_cut & (b.size(tensor) / copies > 1)
     own = np.where(b.sharded(rule.group), (size + padding(shape, parts)) / parts, size)
-    local = np.where(
-        by_zero, 1.0, own / np.maximum(size, 1.0)
-    )  # ZeRO that cuts between experts leaves each rank some of them, whole
+    # ZeRO that cuts between experts leaves each rank some of them, whole
+    local = np.where(by_zero, 1.0, own / np.maximum(size, 1.0))
     experts = (shape[0] if first else 1.0) * local
     return MatrixShare(
         rule.group,

@@ -29,10 +29,8 @@ from meshwright.lower.batch import Batch, present
 __all__ = ["Array", "Batch", "Column", "Op", "RankProgram", "StageBlocks", "StepProgram", "present", "scalar", "sent"]
 
 PHASES = ("F", "I", "E", "W", "R", "S", "G")
-DATA_PARALLEL = (
-    "dense",
-    "expert",
-)  # groups of parameters, and the parts of ZeRO's operations: reduced over dp·cp, and over expert_dp
+# Groups of parameters, and the parts of ZeRO's operations: reduced over dp·cp, and over expert_dp
+DATA_PARALLEL = ("dense", "expert")
 ENDS = ("embedding", "head")
 AFTER_LAYERS = ("head", "mtp")  # blocks that run backward directly after forward
 EXCHANGE, ORTHOGONALISE = "exchange-matrices", "orthogonalise"  # Muon's operations once per step
@@ -44,9 +42,8 @@ class Op:
     """One operation: compute, memory traffic or communication."""
 
     name: str
-    part: (
-        str  # attention | linear | ffn | norm | head | mtp | embedding | router | latent | experts | shared | optimizer
-    )
+    # Attention | linear | ffn | norm | head | mtp | embedding | router | latent | experts | shared | optimizer
+    part: str
     kind: str  # gemm | attention | scan | tile | memory | collective | p2p | host
     count: Array = 1.0
     flops: Array = 0.0
@@ -122,9 +119,8 @@ class StageBlocks:
 
     rank: Array
     counts: dict[str, Array]
-    recomputed: dict[str, Column] | None = (
-        None  # of these, recomputed in backward; None: all, where the plan recomputes
-    )
+    # Of these, recomputed in backward; None: all, where the plan recomputes
+    recomputed: dict[str, Column] | None = None
     split: dict[str, Array] | None = None  # the number of these per micro-batch that run I and W separately; None: none
     regathered: dict[str, Column] | None = None  # of the split ones, those not recomputed; None: as the plan recomputes
     unreached: dict[str, Array] | None = None  # those that backward does not run through; None: none
@@ -157,16 +153,13 @@ class RankProgram(StageBlocks):
     frozen: dict[str, Array]  # bytes of frozen parameters by group, before ZeRO and with the rows that it adds
     by_muon: dict[str, tuple[Array, Array]]  # of these by group, what Muon updates: before ZeRO, and after it
     sums: dict[str, Array]  # elements that it reduces besides its gradients, by axis
-    sends: list[
-        tuple[Op, Array]
-    ]  # messages to other stages, and gathers of their parts, with their number per micro-batch
+    # Messages to other stages, and gathers of their parts, with their number per micro-batch
+    sends: list[tuple[Op, Array]]
     in_flight: Array  # micro-batches whose activations it holds at its peak, in units of all its stages together
     kept: Array  # bytes that its layers save for backward, of all micro-batches in flight
     gathered: Array = 0.0  # bytes of all weights that ZeRO-3 gathers, if none were freed
-    compression: tuple[Array, Array] = (
-        0.0,
-        0.0,
-    )  # bytes of compressors' buffers: of all messages together, of the largest one
+    # Bytes of compressors' buffers: of all messages together, of the largest one
+    compression: tuple[Array, Array] = (0.0, 0.0)
     matrix_buffers: Array = 0.0  # bytes that Muon sends, receives and multiplies
     closing: list[Op] = field(default_factory=list)  # what it does once per step: of a single plan, with its stages
 
@@ -181,15 +174,12 @@ class StepProgram:
     sync: dict[str, list[Op]] = field(default_factory=dict)
     saved: dict[str, dict[str, Array]] = field(default_factory=dict)  # by part, bytes kept per micro-batch
     parameters: dict[str, dict[str, Array]] = field(default_factory=dict)  # by group, elements on this rank, not frozen
-    frozen: dict[str, dict[str, Array]] = field(
-        default_factory=dict
-    )  # by group, bytes of frozen parameters on this rank
-    unpacked: dict[str, Array] = field(
-        default_factory=dict
-    )  # bytes of the largest quantised matrix, as products read it
-    loads: dict[str, dict[str, Load]] = field(
-        default_factory=dict
-    )  # by group, what data parallelism gathers and reduces
+    # By group, bytes of frozen parameters on this rank
+    frozen: dict[str, dict[str, Array]] = field(default_factory=dict)
+    # Bytes of the largest quantised matrix, as products read it
+    unpacked: dict[str, Array] = field(default_factory=dict)
+    # By group, what data parallelism gathers and reduces
+    loads: dict[str, dict[str, Load]] = field(default_factory=dict)
     # By group, (elements, PowerSGD's two sums) of each compressed parameter in order.
     compressed: dict[str, dict[str, list[tuple[Array, Array, Array]]]] = field(default_factory=dict)
     # By axis over which gradients are partial sums, elements of one rank after ZeRO.
@@ -203,9 +193,8 @@ class StepProgram:
     output_gradients: dict[str, Array] = field(default_factory=dict)  # bytes a split backward keeps between its halves
     transient: Array = 0.0  # bytes one layer would save without recompute: alive while it is recomputed
     tile: Array = 0.0  # bytes of the running tile of attention with dropout
-    mean: StageBlocks = field(
-        default_factory=lambda: StageBlocks(0.0, {})
-    )  # fractions of blocks: the mean of all ranks
+    # Fractions of blocks: the mean of all ranks
+    mean: StageBlocks = field(default_factory=lambda: StageBlocks(0.0, {}))
     ranks: list[RankProgram] = field(default_factory=list)  # those that can be the slowest or the fullest, or all
     averaged: list[StageBlocks] = field(default_factory=list)  # all ranks, where their times are averaged one by one
     every_rank: bool = False  # whether `ranks` are all; of a plan with fewer than others the last one is repeated

@@ -51,9 +51,8 @@ class CachedGeometry(Geometry):
         self.place, self._cache = place, place.tables
         self.rows = min(capacity, rule.window or capacity)
         self.attend = self.attend_cached
-        self.kept: tuple[
-            Tensor, ...
-        ] = ()  # keys and values, [B, K, rows, D], or the latents of all heads, [B, 1, rows, D]
+        # Keys and values, [B, K, rows, D], or the latents of all heads, [B, 1, rows, D]
+        self.kept: tuple[Tensor, ...] = ()
 
     def allocate(self, shapes: list[tuple[int, int]], batch: int, dtype: torch.dtype) -> None:
         """Make the buffers of so many sequences, given the heads and the width of each."""

@@ -38,9 +38,8 @@ class Mlp(nn.Module):
     def body(self, x_BH: Tensor) -> Tensor:
         for layer in self.layers.values():
             assert isinstance(layer, MlpLayer)
-            x_BH = layer.drop(
-                layer(x_BH)
-            )  # outside the layer, because the output of a split layer is complete only here
+            # Outside the layer, because the output of a split layer is complete only here
+            x_BH = layer.drop(layer(x_BH))
         return x_BH
 
 

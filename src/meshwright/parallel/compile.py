@@ -50,9 +50,8 @@ from meshwright.programs.pipelines.program import PipelineProgram
 BACKEND = "inductor"
 COMPILERS = ("g++", "clang++", "c++")
 MOST_GRAPHS = 64  # of one function: layers of different kinds, in training and in evaluation
-Tokens = tuple[
-    int, torch.dtype, torch.device
-]  # of this rank: their number per sequence, and what attention computes in
+# Of this rank: their number per sequence, and what attention computes in
+Tokens = tuple[int, torch.dtype, torch.device]
 
 
 @dataclass

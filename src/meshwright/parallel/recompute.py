@@ -108,9 +108,8 @@ class _Call:
         self.tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         self.other_args = [None if isinstance(a, Tensor) else a for a in args]
         kept = [args[i] for i in self.tensors]
-        self.kept = _SaveArguments.apply(
-            torch.empty(0, requires_grad=True), *kept
-        )  # keep the tensor: its node alone would not keep the saved arguments
+        # Keep the tensor: its node alone would not keep the saved arguments
+        self.kept = _SaveArguments.apply(torch.empty(0, requires_grad=True), *kept)
         self.requires_grad = [a.requires_grad for a in kept]
         self.device = next((a.device for a in kept if a.is_cuda), torch.device("cpu"))
         self.random = RandomState.of(self.device)

@@ -40,10 +40,8 @@ SEQUENCES = tuple(2**k for k in range(13))  # of a replica, in the table
 MOST_SEQUENCES = 2**20
 WEIGHT_BYTES = {"fp8": 1.0, "mxfp8": 1.0, "fp4": 0.5}
 PARTS = ("weights", "cache", "communication", "other")
-TRAINING_ONLY = (
-    "loss",
-    "index-scores",
-)  # begins the names of operations of forward that decoding replaces or leaves out
+# Begins the names of operations of forward that decoding replaces or leaves out
+TRAINING_ONLY = ("loss", "index-scores")
 
 
 @dataclass(frozen=True)

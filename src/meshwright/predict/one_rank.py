@@ -28,9 +28,8 @@ from meshwright.programs import pipelines
 from meshwright.units import Json
 
 NO_TIME, NO_LIMIT = 1e-12, 1e18  # seconds of latency, bytes per second
-MOST_ROUNDS = (
-    2  # micro-batches that are measured, in units of pipeline stages: enough for all that a rank holds in flight
-)
+# Micro-batches that are measured, in units of pipeline stages: enough for all that a rank holds in flight
+MOST_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,8 @@ class RankMeasurement:
     allocated_gib: float
     reserved_gib: float | None = None  # unknown on a CPU
     parts_s: dict[str, float] | None = None  # of one step: groups of kernels on a GPU, blocks on a CPU
-    memory_gib: dict[str, float] | None = (
-        None  # of a GPU: allocated bytes between steps, and their peaks in both parts of a step
-    )
+    # Of a GPU: allocated bytes between steps, and their peaks in both parts of a step
+    memory_gib: dict[str, float] | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -86,9 +86,8 @@ def train_resumed(trainer: Trainer, trace: Trace, job: Job, phases: Phases) -> N
         and not (job.model.experts or job.workload.precision == "fp8")
     ):
         samples: Any = RecordedSamples(validation_samples(phases.config), "", job.model.vocab, {})
-        trainer.parallel.begin_step(
-            0, trainer.indices
-        )  # it has trained: dropout that an evaluation leaves on has its samples
+        # It has trained: dropout that an evaluation leaves on has its samples
+        trainer.parallel.begin_step(0, trainer.indices)
         Evaluation(trainer, samples, 1).loss()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(job.seed + 1)

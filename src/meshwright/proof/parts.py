@@ -39,9 +39,8 @@ class RecordedValue:
     size: tuple[int, ...] = ()
     flat: tuple[int, int] | None = None
     partial: tuple[str, ...] = ()
-    sketched: tuple[int, ...] | None = (
-        None  # the shape of what `value` is a sketch of; of an activation, one for each sample
-    )
+    # The shape of what `value` is a sketch of; of an activation, one for each sample
+    sketched: tuple[int, ...] | None = None
 
     @property
     def here(self) -> Box:

@@ -74,14 +74,8 @@ class StepRecord:
 
 
 ROUTER = "router_"  # begins the keys of a router's balance
-MEASURED = (
-    "learning_rate",
-    "mfu",
-    "memory_gib",
-    "exposed_s",
-    "validation_loss",
-    "compile_s",
-)  # keys of a row that may be missing
+# Keys of a row that may be missing
+MEASURED = ("learning_rate", "mfu", "memory_gib", "exposed_s", "validation_loss", "compile_s")
 
 
 @dataclass

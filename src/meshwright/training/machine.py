@@ -19,9 +19,8 @@ from meshwright.describe.result import GIB, Prediction
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.units import format_bytes
 
-SHARED = (
-    "cuda-shared"  # ranks share the GPUs of the machine: the backend meshwright moves their tensors through the host
-)
+# Ranks share the GPUs of the machine: the backend meshwright moves their tensors through the host
+SHARED = "cuda-shared"
 DEVICES = ("auto", "cpu", "cuda", SHARED)
 BACKENDS = ("auto", "gloo", "meshwright", "nccl")
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, Windows subsystem for Linux

@@ -89,10 +89,8 @@ def licences() -> dict[str, str]:
 
 
 LEVELS = ("typical", "published", "calibrated", "calibrated-typical")
-INSIDE, FEWEST = (
-    0.90,
-    0.75,
-)  # mean share of the runs of an unseen source inside its bands, and the share of the worst source
+# Mean share of the runs of an unseen source inside its bands, and the share of the worst source
+INSIDE, FEWEST = 0.90, 0.75
 FACTORS = tuple(1.0 + 0.01 * k for k in range(401))  # k
 
 

@@ -59,9 +59,8 @@ class MeasuredRun:
     config: Config
     step_time: float
     memory: float = 0.0
-    quantity: str = (
-        "used"  # of memory: "reserved" by torch's allocator, or "used" with the driver's context, as nvidia-smi shows
-    )
+    # Of memory: "reserved" by torch's allocator, or "used" with the driver's context, as nvidia-smi shows
+    quantity: str = "used"
 
 
 @dataclass(frozen=True)

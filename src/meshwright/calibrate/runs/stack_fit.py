@@ -186,11 +186,8 @@ class Response:
         return (weights * point).sum(axis=-2), np.concatenate([by_launch[..., None], by_others], axis=-1)
 
 
-NOISE = (
-    0.05,
-    0.35,
-    0.25,
-)  # of ln seconds: in all runs; per share of exposed communication; per share of time bound by the host
+# Of ln seconds: in all runs; per share of exposed communication; per share of time bound by the host
+NOISE = (0.05, 0.35, 0.25)
 FREEDOM, MOST_RUNS = 4.0, 24.0
 DOUBT = 2.0  # standard deviations at which a run counts half
 ROUNDS, NEWTON = 4, 12

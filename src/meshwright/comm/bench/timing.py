@@ -26,9 +26,8 @@ import numpy as np
 from meshwright.calibrate.points import Timed
 
 SAMPLE_S = 2e-3  # a sample takes at least this long
-DEVICE_SAMPLE_S = (
-    10e-3  # on a device that runs behind its host: the first launch, which nothing hides, becomes negligible
-)
+# On a device that runs behind its host: the first launch, which nothing hides, becomes negligible
+DEVICE_SAMPLE_S = 10e-3
 MOST_CALLS = 1000
 LEAST_SAMPLES, MOST_SAMPLES = 3, 25
 WARM_UP = 2  # calls before the first that is timed

@@ -171,9 +171,8 @@ def watch(members: list[Member], unit: str, settings: RunSettings) -> None:
             until = time.monotonic() + LEFT_OVER_S
             for member in members:
                 for reader in member.readers if member.process.poll() is not None else ():
-                    reader.join(
-                        max(0.0, until - time.monotonic())
-                    )  # a process that outlives its rank keeps a pipe open
+                    # A process that outlives its rank keeps a pipe open
+                    reader.join(max(0.0, until - time.monotonic()))
 
 
 def pass_on(stream: IO[bytes], number: int, is_error: bool, line: Line) -> None:

@@ -35,13 +35,10 @@ from meshwright.comm.transport import handshake
 from meshwright.comm.transport.base import Destination, Pending
 from meshwright.comm.transport.handshake import PeerLink
 
-ENTRY = struct.Struct(
-    f"<{HEADER_BYTES}sQIi"
-)  # call, bytes of the message, bytes in the slot, slot; ~slot: it is returned
-LOOK_MS, SHORT_MS = (
-    500,
-    1,
-)  # a waiting rank looks this often whether another rank has failed; if slices wait, whether peers wait too
+# Call, bytes of the message, bytes in the slot, slot; ~slot: it is returned
+ENTRY = struct.Struct(f"<{HEADER_BYTES}sQIi")
+# A waiting rank looks this often whether another rank has failed; if slices wait, whether peers wait too
+LOOK_MS, SHORT_MS = 500, 1
 
 
 class Slice(NamedTuple):

@@ -20,15 +20,8 @@ from meshwright.describe.plan_fields import AXES, DTYPES, WORDS, PlanFields, enc
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.variants import COMPRESSIONS
 
-RULED_WORDS = (
-    "schedule",
-    "cp_kind",
-    "recompute",
-    "compression",
-    "tp_form",
-    "param_dtype",
-    "gather_dtype",
-)  # rules read them
+# Rules read them
+RULED_WORDS = ("schedule", "cp_kind", "recompute", "compression", "tp_form", "param_dtype", "gather_dtype")
 MOST_VALUES = 48  # of one field
 MOST_TRIED = 12  # completions of one value
 MOST_VIRTUAL, MOST_MICROBATCH = 16, 64
@@ -179,9 +172,8 @@ def free_values(plan: PlanFields, layers: int, flat_shards: bool = False) -> dic
     reduces = plan.dp * plan.cp > 1
     longest = max(plan.layers_per_stage, default=-(-layers // plan.stages))
     units = [n for n in FREE_DEGREES if n <= max(1, longest)]
-    dtypes = [
-        d for d in DTYPES if d != "fp64" or d in (plan.grad_dtype, plan.comm_dtype)
-    ]  # wider than gradients: no effect
+    # Wider than gradients: no effect
+    dtypes = [d for d in DTYPES if d != "fp64" or d in (plan.grad_dtype, plan.comm_dtype)]
     by_field: dict[str, tuple[Any, ...] | list[Any]] = {"comm_dtype": [None, *dtypes]} if reduces else {}
     by_unit = plan.zero == 3 or (plan.zero > 0 and not flat_shards)
     if reduces:

@@ -34,16 +34,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.models.hf.safetensors_file import SafetensorsFile, damaged
 
 Box = tuple[slice, ...]
-E2M1 = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-)  # value of a number without its sign, which is the highest of the 4 bits
+# Value of a number without its sign, which is the highest of the 4 bits
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GROUP = 32  # numbers that share an exponent in MXFP4
 BIAS = 127
 SCALE, BLOCKS, EXPONENTS = "_scale_inv", "_blocks", "_scales"

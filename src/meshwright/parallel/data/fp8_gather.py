@@ -88,9 +88,8 @@ class GatheredWeight:
         self.bytes = torch.zeros(padded, dtype=torch.uint8, device=local.device)
         self.sent = self.by_matrix(self.bytes[: len(local)])
         self.matrices = self.shape[0] if self.stacked else 1
-        self.own = (
-            range(start, stop) if self.stacked and dim == 0 else range(self.matrices)
-        )  # of which this shard is a part
+        # Of which this shard is a part
+        self.own = range(start, stop) if self.stacked and dim == 0 else range(self.matrices)
         shape = (self.matrices, 1, 1) if self.stacked else ()
         product.scale = self.scale = torch.zeros(shape, dtype=torch.float32, device=local.device)
         local.fsdp_pre_all_gather = self.before_gather  # type: ignore[attr-defined]

@@ -63,9 +63,8 @@ def shard_units(
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(
-                True
-            )  # else torch uses PREMUL_SUM for the factor 1, which gloo lacks
+            # Else torch uses PREMUL_SUM for the factor 1, which gloo lacks
+            part.set_force_sum_reduction_for_comms(True)
     for first in [unit[0] for unit in units]:
         if not gathering.forward:
             first.set_modules_to_forward_prefetch([])  # type: ignore[operator]

@@ -117,9 +117,8 @@ class Trial:
         self.parts = [Part(0, rows, rows), Part(0, rows // 2, rows), Part(rows // 2, rows - rows // 2, rows)]
         self.dim = dim
         self.names = [n for n, p in module.named_parameters() if p.requires_grad]
-        self.narrow = any(
-            narrow(p.dtype) for p in module.parameters()
-        )  # 16 bits: forward is compared, gradients are too coarse
+        # 16 bits: forward is compared, gradients are too coarse
+        self.narrow = any(narrow(p.dtype) for p in module.parameters())
 
     def run(self, gradients: bool = False, watch: Callable[[], AbstractContextManager[Any]] = nullcontext) -> list[Ran]:
         """The whole batch, then each half."""

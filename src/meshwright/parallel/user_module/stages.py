@@ -270,9 +270,8 @@ class StageModule(nn.Module):
         return hook
 
     def forward(self, *received: Tensor) -> Any:
-        self.tensors = dict(
-            zip(self.receives, received, strict=False)
-        )  # the first stage is given the number of a micro-batch
+        # The first stage is given the number of a micro-batch
+        self.tensors = dict(zip(self.receives, received, strict=False))
         self.calls.clear()
         try:
             return self.finish(call(self.root, self.inputs), self.targets)

@@ -110,12 +110,10 @@ class State:
         self.leaves, self.reductions = len(starts), int(singles.reduce.sum())
         self.value_in = np.full(slots, -1, dtype=np.int32)  # index of the value in each slot; −1: empty
         self.value_in[starts] = np.arange(self.leaves)
-        self.size = np.ones(
-            self.leaves + self.reductions, dtype=np.int32
-        )  # leaves under a value, counted with repetition
-        self.operands = np.zeros(
-            (2, self.reductions), dtype=np.int32
-        )  # of each reduction; their values are numbered after the leaves
+        # The number of leaves under a value, counted with repetition
+        self.size = np.ones(self.leaves + self.reductions, dtype=np.int32)
+        # Of each reduction, whose values are numbered after the leaves
+        self.operands = np.zeros((2, self.reductions), dtype=np.int32)
         self.reduction_row = np.zeros(self.reductions, dtype=np.int32)
         self.reduced = 0
         self.added = np.concatenate([[0], np.cumsum(singles.reduce, dtype=np.int32)])  # reductions before each row

@@ -35,9 +35,8 @@ def messages(program: Program, element_bytes: float, gamma: float) -> Messages:
     table = program.moves
     size = program.moved * float(element_bytes)
     work = np.zeros(len(size))
-    np.multiply(
-        size, gamma, out=work, where=table.reduce & (table.target < program.ranks)
-    )  # a switch adds as bytes pass
+    # A switch adds as bytes pass
+    np.multiply(size, gamma, out=work, where=table.reduce & (table.target < program.ranks))
     step, source, target = table.step, table.source, table.target
     new = np.ones(len(step), dtype=bool)
     new[1:] = (step[1:] != step[:-1]) | (source[1:] != source[:-1]) | (target[1:] != target[:-1])
@@ -72,9 +71,8 @@ def path_of(cluster: Cluster, program: Program, devices: Sequence[int], source: 
     rank, switch = min(source, target), max(source, target)
     device = devices[rank]
     members = [devices[r] for r in program.switches[switch - program.ranks] if r != rank]
-    far = max(
-        members, key=lambda other: cluster.level_between(device, other)
-    )  # the switch is at the level that connects all its members
+    # The switch is at the level that connects all its members
+    far = max(members, key=lambda other: cluster.level_between(device, other))
     way, full_path = ("in", cluster.path(far, device)) if source == switch else ("out", cluster.path(device, far))
     kinds = {"in": ("in", "nic-in", "down", "bus"), "out": ("out", "nic-out", "up", "bus")}[way]
     return Path(full_path.alpha / 2, tuple(port for port in full_path.ports if port[0] in kinds))

@@ -109,9 +109,8 @@ class Program:
     moves: Moves
     root: int = 0  # of broadcast, reduce, scatter, gather; the sender of point-to-point
     groups: tuple[tuple[int, ...], ...] = ()  # the nodes that a node-aware algorithm was built for
-    switches: tuple[
-        tuple[int, ...], ...
-    ] = ()  # the ranks that each reducing switch connects; switch k has the number ranks + k
+    # The ranks that each reducing switch connects; switch k has the number ranks + k
+    switches: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         self._validate()

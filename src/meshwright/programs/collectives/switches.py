@@ -33,9 +33,8 @@ from meshwright.programs.collectives.program import Array, Moves, Program, moves
 from meshwright.programs.collectives.registry import Groups, algorithm
 from meshwright.programs.collectives.trees import SEGMENTS, binomial_broadcast, binomial_reduce
 
-Phase = Callable[
-    [int, Array], Moves
-]  # (local rank of a shard, its chunk in each segment) → moves; each segment is one step after the previous
+# (local rank of a shard, its chunk in each segment) → moves; each segment is one step after the previous
+Phase = Callable[[int, Array], Moves]
 
 
 @algorithm("all-reduce", "nvls")

@@ -203,9 +203,8 @@ def _policies(setting: ScheduleProblem, virtual: int, rank_of: np.ndarray) -> It
     looping = 0 if on_v else (virtual - 1) * min(ranks, setting.microbatches)
     most = virtual * ranks if on_v else ranks
     for split in (True, False):
-        limits = (
-            np.full(ranks, most) if split or on_v else np.arange(ranks, 0, -1)
-        )  # delayed Ws: all ranks hold equally many activations
+        # Delayed Ws: all ranks hold equally many activations
+        limits = np.full(ranks, most) if split or on_v else np.arange(ranks, 0, -1)
         for patience, least_gap in ((0.0, 0.0), (0.25, 0.75), (0.5, 0.5), (0.0, 1.0), (1.0, 1.0)):
             for breadth_first in (False, True) if virtual > 1 else (False,):
                 for reach in (np.inf, 1.0, 1.5, 2.0, 1.25):

@@ -75,9 +75,8 @@ class Walked:
     end: np.ndarray  # (actions,)
     busy: np.ndarray  # (ranks,) seconds of compute
     peak_in_flight: np.ndarray  # (ranks,) peak number of activations, counted in (stage, micro-batch)
-    peak_memory: (
-        np.ndarray
-    )  # (ranks,) the same multiplied by `activation`; default unit: micro-batches through all stages of a rank
+    # (ranks,) the same multiplied by `activation`; default unit: micro-batches through all stages of a rank
+    peak_memory: np.ndarray
 
     @cached_property
     def makespan(self) -> float:

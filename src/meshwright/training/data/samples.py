@@ -84,9 +84,8 @@ def batch_of(
     inputs, targets, *documents = (torch.from_numpy(np.stack(side)) for side in zip(*rows, strict=True))
     if inputs.is_floating_point():
         inputs = inputs.to(dtype)
-        targets = (
-            targets.to(dtype) if targets.is_floating_point() else targets
-        )  # labels of images stay numbers of classes
+        # Labels of images stay numbers of classes
+        targets = targets.to(dtype) if targets.is_floating_point() else targets
     else:  # a file may store tokens in 16 bits; an embedding lookup needs 64
         inputs, targets = inputs.long(), targets.long()
     if positions is not None:

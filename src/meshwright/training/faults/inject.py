@@ -168,6 +168,5 @@ class Injector(Hook):
                 self.left[number] = fault.steps
                 set_disk_full(True)
             case "spike":
-                trainer.parallel.pieces[-1].local.detach().mul_(
-                    100.0
-                )  # of the head: a norm before it would remove the factor
+                # Of the head: a norm before it would remove the factor
+                trainer.parallel.pieces[-1].local.detach().mul_(100.0)

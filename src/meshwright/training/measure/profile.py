@@ -199,13 +199,8 @@ ALL_PROFILED = 16  # ranks
 SHAPES = ("Input Dims", "Input type")  # lists that are kept
 OPERATORS = ("cpu_op", "user_annotation")  # categories of torch's trace on the host
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
-COMMUNICATION = (
-    "nccl",
-    "gloo:",
-    "c10d::",
-    "_c10d_functional::",
-    "record_param_comms",
-)  # begins the names of its kernels and operators
+# Begins the names of its kernels and operators
+COMMUNICATION = ("nccl", "gloo:", "c10d::", "_c10d_functional::", "record_param_comms")
 STEP, GRADIENTS, UPDATE = "step", "forward and backward", "norm and update"
 
 

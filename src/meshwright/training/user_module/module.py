@@ -107,9 +107,8 @@ class ParallelModule(Sharded):
     steps: int = 0  # updates so far
     batches: int = 0  # calls of `backward` so far
     weight: float = 1.0  # what the loss of a micro-batch is multiplied by
-    target_weight: float = (
-        0.0  # in a step whose micro-batches have different numbers of valid targets: what one of these is worth
-    )
+    # In a step whose micro-batches have different numbers of valid targets: what one of these is worth
+    target_weight: float = 0.0
     padded: bool = False  # the step has targets without a loss
     over: str = ""  # what the loss is a mean over, once it matters: "samples" or "targets"
     loss_check: LossCheck | None = None
