@@ -114,7 +114,7 @@ def test_more_bytes_than_allowed_are_not_kept(tmp_path: Path, monkeypatch: Any) 
         return {"type": "http.request", "body": b'{"name": "a.json", "size": 99}\n' + b"x" * 99, "more_body": True}
 
     with pytest.raises(Refused) as caught:
-        run_async(dropped.receive_files(receive, DroppedFiles(tmp_path)))
+        run_async(dropped.receive_files(Request({"type": "http"}, receive).stream(), DroppedFiles(tmp_path)))
     assert caught.value.status == 413
 
 
@@ -162,7 +162,7 @@ def test_files_wait_a_moment_for_those_that_the_page_dropped_before(monkeypatch:
         monkeypatch.setattr(api, "PATIENCE_S", 0.05)
         with pytest.raises(Refused) as caught:
             await api_.dropped(Request(scope, receive))
-        await answer.sender(send)
+        await answer.send(send)
         assert not api_.reading_files.locked()
         return caught.value.status
 

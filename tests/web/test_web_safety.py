@@ -19,6 +19,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.view.page.bundle import document, written
 from meshwright.view.page.subject import Subject
 from meshwright.web.bodies import MOST_BYTES, parse, read_question
+from meshwright.web.dropped import TYPE
 from web.running import CLIENT
 
 PLAN_FILE: dict[str, Any] = {
@@ -165,6 +166,18 @@ def test_large_bodies_are_refused(server: str) -> None:
 
     assert CLIENT.post(server + "/api/estimate", content=pieces(), headers=JSON).status_code == 413
     assert CLIENT.post(server + "/api/estimate", data={"model": "x"}).status_code == 415
+
+
+def test_a_client_that_leaves_inside_its_body_is_no_fault_of_the_server(server: str) -> None:
+    """The fixture of the server fails if a traceback was printed."""
+    port = int(server.rpartition(":")[2])
+    for path, kind in (("estimate", JSON["content-type"]), ("dropped", TYPE)):
+        head = (
+            f"POST /api/{path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: {kind}\r\nContent-Length: 9\r\n\r\n"
+        )
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(head.encode() + b"{")
+    assert post(server, json.dumps(PLAN_FILE).encode()).status_code == 200
 
 
 def test_numbers_are_bounded(server: str) -> None:

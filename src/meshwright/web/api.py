@@ -1,16 +1,6 @@
 """The routes below /api/: read a body, compute in a worker process, answer with JSON or with lines of JSON.
 
-POST /api/estimate, /api/plan, /api/simulate, /api/show     what the command of that name prints with --json
-POST /api/views         the data of several views, one line each as they are ready
-POST /api/choices       the values of each plan field: legal, with what changes, or why not
-POST /api/mend          what is wrong with a plan, and the changes that make it legal
-POST /api/text          a plan file, a command, settings and launch files
-POST /api/trace         the simulated step as a trace for Perfetto
-POST /api/file          what a file is, as sections of a plan file
-GET  /api/catalog       what the inputs offer
-GET  /api/runs          run folders (`view.page.runs`)
-GET  /api/watch         what is new in them, as a stream of events
-POST /api/dropped       traces, or recordings of `check`: the view that shows them
+`web.schema.ROUTES` lists them. A route that has no function here is a task of `web.tasks` with one answer.
 
 Errors are raised: `app` turns them into answers. `Cache` keeps the newest answers by their requests, up to a number of bytes.
 """
@@ -36,7 +26,6 @@ from meshwright.view.page.runs import RunFolders, RunWatch, unreadable
 from meshwright.web import dropped
 from meshwright.web.bodies import MOST_BYTES, ViewsBody, parse
 from meshwright.web.jobs import Refused, WorkerPool
-from meshwright.web.safety import read_body
 from meshwright.web.worker import to_line
 
 
@@ -70,19 +59,20 @@ POOL_OF_VIEWS = {CHEAP: QUICK, registry.SLOW: SLOW, SEARCH: SEARCHED}
 WATCH_S, HEARTBEAT_S = 0.5, 15.0
 MOST_STREAMS, MOST_WATCHED = 32, 16
 PATIENCE_S = 3.0  # a page that drops other files has just left the answer to its last ones, which must end first
-JSON, NDJSON = b"application/json", b"application/x-ndjson"
-
-Sender = Callable[[Send], Awaitable[None]]
+JSON, NDJSON, EVENTS = "application/json", "application/x-ndjson", "text/event-stream"
+Parts = AsyncGenerator[bytes, None]
 
 
 class Answer:
-    """An ASGI application that sends an answer and stops the work for it as soon as the client leaves."""
+    """An ASGI application that sends parts as they are made, and stops the work for them as soon as the client leaves.
 
-    def __init__(self, sender: Sender) -> None:
-        self.sender = sender
+    The status is sent with the first part: an error before it is raised and has its own status, a later one is the last line."""
+
+    def __init__(self, parts: Parts, media: str = JSON) -> None:
+        self.parts, self.media = parts, media
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self.sender(send))
+        sending = asyncio.ensure_future(self.send(send))
         leaving = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -94,6 +84,19 @@ class Answer:
             found = await asyncio.gather(sending, return_exceptions=True)
         if isinstance(found[0], Exception):
             raise found[0]
+
+    async def send(self, send: Send) -> None:
+        headers = [(b"content-type", self.media.encode("ascii")), (b"cache-control", b"no-store")]
+        async with aclosing(self.parts) as parts:
+            part: bytes | None = await anext(parts, b"")
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while part is not None:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                try:
+                    part = await anext(parts, None)
+                except Refused as refused:
+                    part = to_line({"error": refused.error})
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def disconnected(receive: Receive) -> None:
@@ -110,13 +113,15 @@ class Api:
         self.closing, self.watching = asyncio.Event(), 0
         self.reading_files = asyncio.Lock()
 
-    def task(self, name: str) -> Callable[[Request], Awaitable[Answer]]:
-        """The handler of a route that answers with one JSON value."""
+    def handler(self, address: str) -> Callable[[Request], Awaitable[Answer]]:
+        """What answers a route of `web.schema.ROUTES`."""
+        own = {"catalog": self.catalog, "runs": self.runs, "runs/{name}": self.run, "watch": self.watch,
+               "views": self.views, "dropped": self.dropped}  # fmt: skip
 
-        async def handler(request: Request) -> Answer:
-            return await self.answered(request, lambda body: self.one(name, body))
+        async def task(request: Request) -> Answer:
+            return Answer(self.one(address, await json_body(request)))
 
-        return handler
+        return own.get(address, task)
 
     async def catalog(self, request: Request) -> Answer:
         return Answer(self.one("catalog", {}))
@@ -129,17 +134,12 @@ class Api:
         name, seen = request.path_params["name"], request.query_params.get("seen", "")
         return Answer(self.read(lambda: self.run_folders.run(name, seen)))
 
-    def read(self, function: Callable[[], Json]) -> Sender:
-        """Send what a function reads from files, in a thread."""
-
-        async def sender(send: Send) -> None:
-            try:
-                line = await asyncio.to_thread(lambda: to_line(function()))
-            except OSError as error:
-                raise unreadable(error) from None
-            await send_json(send, line)
-
-        return sender
+    async def read(self, function: Callable[[], Json]) -> Parts:
+        """What a function reads from files, in a thread."""
+        try:
+            yield await asyncio.to_thread(lambda: to_line(function()))
+        except OSError as error:
+            raise unreadable(error) from None
 
     async def watch(self, request: Request) -> Answer:
         """What is new in the list of runs and in the runs named by `run`, as a stream of events that ends with the client or the server.
@@ -150,33 +150,28 @@ class Api:
         if self.watching >= MOST_STREAMS:
             what, fix = f"{self.watching} pages watch runs already", "close one of them"
             raise Refused.of(429, MeshwrightError("MW-WEB-002", what, fix=fix))
-        return Answer(lambda send: self.send_news(RunWatch(self.run_folders, names, seen), send))
+        return Answer(self.news(RunWatch(self.run_folders, names, seen)), EVENTS)
 
-    async def send_news(self, runs: RunWatch, send: Send) -> None:
+    async def news(self, runs: RunWatch) -> Parts:
         self.watching += 1
         try:
-            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
             silent = 0.0
             while not self.closing.is_set():
                 events = await asyncio.to_thread(runs.news)
                 silent = 0.0 if events else silent + WATCH_S
-                if silent >= HEARTBEAT_S:  # a connection that broke is noticed when something is sent
-                    events, silent = [(":", {})], 0.0
                 for name, data in events:
-                    text = b":\n\n" if name == ":" else event_bytes(name, data, runs.seen)
-                    await send({"type": "http.response.body", "body": text, "more_body": True})
+                    yield f"event: {name}\nid: {runs.seen}\ndata: ".encode() + to_line(data) + b"\n"
+                if silent >= HEARTBEAT_S:  # a connection that broke is noticed when something is sent
+                    silent = 0.0
+                    yield b":\n\n"
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.closing.wait(), WATCH_S)
-            await send({"type": "http.response.body", "body": b""})
         finally:
             self.watching -= 1
 
     async def dropped(self, request: Request) -> Answer:
         """The view of dropped traces or recordings. One such body is read at a time; others wait for it a moment, then are refused."""
-        if request.headers.get("content-type", "") != dropped.TYPE:
-            what = f"the content type is not {dropped.TYPE}"
-            raise Refused.of(415, MeshwrightError("MW-WEB-004", what, fix=f"Content-Type: {dropped.TYPE}"))
+        check_type(request, dropped.TYPE)
         try:
             await asyncio.wait_for(self.reading_files.acquire(), PATIENCE_S)
         except TimeoutError:
@@ -186,80 +181,38 @@ class Api:
             stack.callback(self.reading_files.release)
             folder = stack.enter_context(TemporaryDirectory(prefix="meshwright-"))
             files = dropped.DroppedFiles(Path(folder))
-            await dropped.receive_files(request.receive, files)
+            await dropped.receive_files(request.stream(), files)
             kept = stack.pop_all()  # until the answer was sent, or the client has left
         task, body = files.task(request.query_params.get("reference", ""))
 
-        async def sender(send: Send) -> None:
+        async def view() -> Parts:
             async with kept:
                 try:
-                    line = await self.computed(task, body)
+                    yield await self.computed(task, body)
                 except Refused as refused:
                     raise Refused(refused.status, files.in_words(refused.error)) from None
-            await send_json(send, line)
 
-        return Answer(sender)
+        return Answer(view())
 
-    async def views(self, request: Request) -> Answer:
-        """The handler of /api/views."""
-        return await self.answered(request, lambda body: self.several(checked_views(body)))
-
-    async def answered(self, request: Request, compute: Callable[[Json], Sender]) -> Answer:
-        """Read and check the body, then answer with what `compute` sends."""
-        content = await read_body(request.receive, dict(request.headers))
-        if content is None:
-            raise Refused.of(413, MeshwrightError("MW-WEB-004", f"the body has more than {MOST_BYTES:,} bytes"))
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            what, fix = "the content type is not application/json", "Content-Type: application/json"
-            raise Refused.of(415, MeshwrightError("MW-WEB-004", what, fix=fix))
-        return Answer(compute(parse(content)))
-
-    def one(self, task: str, body: Json) -> Sender:
-        """Send the one line of a task as a JSON answer."""
+    async def one(self, task: str, body: Json) -> Parts:
+        """The one line of a task."""
         key = json.dumps([task, body], sort_keys=True)
-
-        async def sender(send: Send) -> None:
-            line = self.cache.get(key)
-            if line is None:
-                line = await self.computed(task, body)
-                self.cache.put(key, line)
-            await send_json(send, line)
-
-        return sender
+        line = self.cache.get(key)
+        if line is None:
+            line = await self.computed(task, body)
+            self.cache.put(key, line)
+        yield line
 
     async def computed(self, task: str, body: Json) -> bytes:
         pool = self.pools[POOL_OF.get(task, QUICK)]
         async with aclosing(pool.lines(task, body, plan_key(body))) as lines:
             return b"".join([line async for line in lines])
 
-    def several(self, body: Json) -> Sender:
-        """Send the lines of several views as they are ready: known ones at once, then cheap ones, then searched ones."""
+    async def views(self, request: Request) -> Answer:
+        """The lines of several views as they are ready: known ones at once, then cheap ones, then searched ones."""
+        return Answer(self.view_lines(checked_views(await json_body(request))), NDJSON)
 
-        async def sender(send: Send) -> None:
-            started = False
-
-            async def begin() -> None:
-                headers = [(b"content-type", NDJSON), (b"cache-control", b"no-store")]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-            try:
-                async with aclosing(self.view_lines(body)) as lines:
-                    async for line in lines:
-                        if not started:
-                            await begin()
-                            started = True
-                        await send({"type": "http.response.body", "body": line, "more_body": True})
-            except Refused as refused:
-                if not started:
-                    raise
-                await send({"type": "http.response.body", "body": to_line({"error": refused.error}), "more_body": True})
-            if not started:  # no view was asked for
-                await begin()
-            await send({"type": "http.response.body", "body": b""})
-
-        return sender
-
-    async def view_lines(self, body: Json) -> AsyncGenerator[bytes, None]:
+    async def view_lines(self, body: Json) -> Parts:
         keys = {name: view_key(body, name) for name in body["views"]}
         missing: dict[str, list[str]] = {QUICK: [], SLOW: [], SEARCHED: []}
         for name, key in keys.items():
@@ -267,7 +220,7 @@ class Api:
                 yield known
             else:
                 missing[POOL_OF_VIEWS[view(name).kind]].append(name)
-        streams = [self.searched_or_quick(pool, body, names) for pool, names in missing.items() if names]
+        streams = [self.lines_of_pool(pool, body, names) for pool, names in missing.items() if names]
         async with aclosing(merged(streams)) as lines:
             async for line in lines:
                 found = json.loads(line)
@@ -275,13 +228,12 @@ class Api:
                     self.cache.put(keys[found["view"]], line)
                 yield line
 
-    async def searched_or_quick(self, pool: str, body: Json, names: list[str]) -> AsyncGenerator[bytes, None]:
+    async def lines_of_pool(self, pool: str, body: Json, names: list[str]) -> Parts:
         """The lines of views that one pool computes. Where it fails, each view that is missing gets a line with the error; bad input raises."""
         missing = set(names)
+        request = {**body, "views": names}
         try:
-            async with aclosing(
-                self.pools[pool].lines("views", {**body, "views": names}, plan_key(body["config"]))
-            ) as lines:
+            async with aclosing(self.pools[pool].lines("views", request, plan_key(body["config"]))) as lines:
                 async for line in lines:
                     yield line
                     found = json.loads(line)
@@ -294,24 +246,29 @@ class Api:
                 yield to_line({"view": name, "data": None, "final": True, "error": refused.error})
 
 
-def event_bytes(name: str, data: Json, seen: str) -> bytes:
-    """One server-sent event."""
-    return f"event: {name}\nid: {seen}\ndata: ".encode() + to_line(data) + b"\n"
+def check_type(request: Request, media: str) -> None:
+    """Raise if the body of a request is of another type."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != media:
+        what = f"the content type is not {media}"
+        raise Refused.of(415, MeshwrightError("MW-WEB-004", what, fix=f"Content-Type: {media}"))
 
 
-async def send_json(send: Send, line: bytes) -> None:
-    """Send one JSON value as the whole answer."""
-    size = str(len(line)).encode("ascii")
-    headers = [(b"content-type", JSON), (b"content-length", size), (b"cache-control", b"no-store")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": line})
+async def json_body(request: Request) -> Json:
+    """Read and check the body of a request; one that is too large is not kept."""
+    content = b""
+    async for part in request.stream():
+        content += part
+        if len(content) > MOST_BYTES:
+            raise Refused.of(413, MeshwrightError("MW-WEB-004", f"the body has more than {MOST_BYTES:,} bytes"))
+    check_type(request, JSON)
+    return parse(content)
 
 
-async def merged(streams: list[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
+async def merged(streams: list[Parts]) -> Parts:
     """The lines of several streams in the order in which they arrive. The first error ends all of them."""
     queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
 
-    async def pump(stream: Any) -> None:
+    async def pump(stream: Parts) -> None:
         try:
             async with aclosing(stream):
                 async for line in stream:

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -19,7 +19,6 @@ from meshwright.web import schema
 from meshwright.web.api import CHIPS, QUICK, SEARCHED, SLOW, Api, Cache
 from meshwright.web.jobs import Refused, WorkerPool
 from meshwright.web.safety import RequestGuard, error_response
-from meshwright.web.tasks import TASKS
 from meshwright.web.worker import failure, to_line
 
 QUICK_LIMIT_S, SEARCH_LIMIT_S = 20.0, 180.0
@@ -40,14 +39,8 @@ class Site:
         return [
             Route("/", self.index),
             Route("/static/{path:path}", static, middleware=[Middleware(GZipMiddleware)]),
-            Route("/api/views", api.views, methods=["POST"]),
-            *(Route(f"/api/{name}", api.task(name), methods=["POST"]) for name in {*TASKS} - {"views", "catalog"}),
-            Route("/api/catalog", api.catalog, methods=["GET"]),
-            Route("/api/openapi.json", openapi, methods=["GET"]),
-            Route("/api/watch", api.watch, methods=["GET"]),
-            Route("/api/dropped", api.dropped, methods=["POST"]),
-            Route("/api/runs", api.runs, methods=["GET"]),
-            Route("/api/runs/{name}", api.run, methods=["GET"]),
+            Route("/api/openapi.json", openapi),  # before the others: no task answers it
+            *(Route(f"/api/{r.address}", api.handler(r.address), methods=[r.method]) for r in schema.ROUTES),
         ]
 
     async def index(self, request: Request) -> Response:
@@ -110,4 +103,16 @@ async def refused(request: Request, error: Any) -> Response:
     return error_response(404 if error.code == "MW-REP-001" else 400, error)
 
 
-HANDLERS: Any = {404: not_found, 405: not_found, 500: internal_error, Refused: refused, MeshwrightError: refused}
+async def left(request: Request, error: Exception) -> Response:
+    """The client left before its request was complete: nobody reads the answer."""
+    return Response(status_code=400)
+
+
+HANDLERS: Any = {
+    404: not_found,
+    405: not_found,
+    500: internal_error,
+    Refused: refused,
+    MeshwrightError: refused,
+    ClientDisconnect: left,
+}

@@ -11,11 +11,9 @@ the numbers in it; any other file is the trace of a rank and gets a number. The 
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable
 from pathlib import Path
 from typing import IO
-
-from starlette.types import Receive
 
 from meshwright.errors import MeshwrightError
 from meshwright.explain.reader import NUMBERED
@@ -124,38 +122,25 @@ class DroppedFiles:
         return dict(json.loads(text))
 
 
-async def receive_files(receive: Receive, files: DroppedFiles) -> None:
-    """Write the files of a body as it arrives."""
+async def receive_files(body: AsyncIterable[bytes], files: DroppedFiles) -> None:
+    """Write the files of a body as it arrives, about a megabyte at a time."""
+    waiting, total = bytearray(), 0
     try:
-        async for chunk in chunks(receive):
-            await asyncio.to_thread(files.write, chunk)
+        async for part in body:
+            waiting += part
+            total += len(part)
+            if total > MOST_BYTES:
+                raise Refused.of(413, too_large())
+            if len(waiting) >= CHUNK:
+                await asyncio.to_thread(files.write, bytes(waiting))
+                waiting.clear()
+        await asyncio.to_thread(files.write, bytes(waiting))
         files.end()
     except OSError as error:  # the disk of temporary files is full
-        raise MeshwrightError(
-            "MW-WEB-013", "the files cannot be kept while they are read", why=error.strerror or str(error)
-        ) from None
+        what, why = "the files cannot be kept while they are read", error.strerror or str(error)
+        raise MeshwrightError("MW-WEB-013", what, why=why) from None
     finally:
         files.close()
-
-
-async def chunks(receive: Receive) -> AsyncIterator[bytes]:
-    """The bytes of a body in pieces of about a megabyte; raises if there are too many, or if the client leaves."""
-    parts, size, total = list[bytes](), 0, 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise refused("the client left before the files were complete")
-        part = message.get("body", b"")
-        parts.append(part)
-        size, total = size + len(part), total + len(part)
-        if total > MOST_BYTES:
-            raise Refused.of(413, too_large())
-        last = not message.get("more_body")
-        if size >= CHUNK or last:
-            yield b"".join(parts)
-            parts, size = [], 0
-        if last:
-            return
 
 
 def too_large() -> MeshwrightError:

@@ -16,12 +16,9 @@ for entry in VIEWS.values():
 for kind in catalog.KINDS:
     catalog.tables(kind)
 state = presets()[0]["state"]
-for _ in tasks.views({"config": state, "views": [name for name, entry in VIEWS.items() if entry.kind == CHEAP]}):
-    pass
-for _ in tasks.legal_choices(state):
-    pass
-for _ in tasks.catalog({}):
-    pass
+cheap = {"config": state, "views": [name for name, entry in VIEWS.items() if entry.kind == CHEAP]}
+for task, body in {"views": cheap, "choices": state, "catalog": {}}.items():
+    list(tasks.lines(task, body))
 tasks.drop_subjects()
 
 __all__ = ["worker"]

@@ -14,7 +14,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshwright.errors import MeshwrightError
 from meshwright.units import Json
-from meshwright.web.bodies import MOST_BYTES
 from meshwright.web.worker import to_line
 
 NAMES = ("127.0.0.1", "localhost")
@@ -73,23 +72,6 @@ class RequestGuard:
             await send(message)
 
         return wrapped
-
-
-async def read_body(receive: Receive, headers: dict[str, str]) -> bytes | None:
-    """The body of a request; None if it is larger than allowed. A body that is too large is not kept."""
-    if headers.get("content-length", "0").isdecimal() and int(headers.get("content-length", "0")) > MOST_BYTES:
-        return None
-    parts, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return b""
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > MOST_BYTES:
-            return None
-        if not message.get("more_body"):
-            return b"".join(parts)
 
 
 def error_response(status: int, error: MeshwrightError | Json, headers: Mapping[str, str] | None = None) -> Response:

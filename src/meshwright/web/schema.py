@@ -6,7 +6,7 @@ keys; `docs/page.md` shows how to use them.
 
 from copy import deepcopy
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright import __version__
 from meshwright.describe import catalog
@@ -15,6 +15,7 @@ from meshwright.describe.draft import NAMED
 from meshwright.view.json_schema import schema_of
 from meshwright.view.page.shapes import SHAPES
 from meshwright.web import dropped
+from meshwright.web.api import EVENTS, JSON, NDJSON
 from meshwright.web.bodies import FileBody, QuestionBody, ShowBody, ViewsBody
 
 Schema = dict[str, Any]
@@ -37,7 +38,7 @@ def document() -> Schema:
     for body in (QuestionBody, ViewsBody, FileBody, ShowBody):
         schemas[body.__name__] = moved(body.model_json_schema())
         schemas[body.__name__].pop("$defs", None)
-    schemas["ViewsBody"]["properties"]["config"] = ref("PlanFile")
+    schemas["ViewsBody"]["properties"]["config"] = PLAN
     return {
         "openapi": "3.1.0",
         "info": {
@@ -76,85 +77,79 @@ def moved(node: Any) -> Any:
 
 
 def error() -> Schema:
-    text = {"type": "string"}
-    fields = {"code": text, "what": text, "why": text, "fix": text, "valid": {"type": "array", "items": text}}
+    fields = {**dict.fromkeys(("code", "what", "why", "fix"), TEXT), "valid": NAMES}
     inner = {"type": "object", "required": list(fields), "properties": fields}
     return {"type": "object", "required": ["error"], "properties": {"error": inner}}
 
 
-# (method, address, summary, schema of the body, what the answer has: a schema or the keys of an object)
-ROUTES = (
-    ("post", "estimate", "Predict step time, memory and traffic of one plan", "PlanFile", ("step_time_s", "memory_gib", "plan")),
-    ("post", "simulate", "Simulate the step of a plan", "PlanFile", ("step_time_s", "busy_s")),
-    ("post", "plan", "Find the fastest plan that fits", "", ("plans", "strategies", "explanation")),
-    ("post", "show", "A topic of `meshwright show`", "ShowBody", {"type": ["object", "array"]}),
-    ("post", "views", "Data of views, one line of JSON each as it is ready: `data` as the schema View_… says", "ViewsBody", {"type": "string"}),
-    ("post", "choices", "Values of each plan field: legal, with what changes, or why not", "PlanFile", ("fields", "problem")),
-    ("post", "mend", "What is wrong with a plan, and the changes that make it legal", "PlanFile", ("problem", "mend")),
-    ("post", "text", "A plan file, a command, settings of other frameworks and launch files", "PlanFile", ("toml", "command", "settings", "launch")),
-    ("post", "trace", "The simulated step as a trace for Perfetto", "PlanFile", ("traceEvents",)),
-    ("post", "file", "What a file is, as its lines: sections of a plan file, and what was not read", "FileBody", ("kind", "config", "unread")),
-    ("get", "catalog", "Models, clusters, stacks, schedules, fields, presets and views", "", ("models", "clusters", "stacks")),
-    ("get", "runs", "Run folders below the folder given at start", "", ("runs",)),
-    ("get", "runs/{name}", "One run folder: new rows and files since `seen`", "", ("name", "rows", "seen")),
-    ("get", "watch", "What is new in the list of runs and in those named by `run`, as server-sent events", "", {"type": "string"}),
-    ("post", "dropped", "Traces, or recordings of `check`: a line of JSON with name and size before each file", {"type": "string"}, ("view", "data")),
-    ("get", "openapi.json", "This document", "", ("openapi", "paths")),
-)  # fmt: skip
-PARAMETERS = {
-    "runs/{name}": [
-        {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},
-        {"name": "seen", "in": "query", "required": False, "schema": {"type": "string"}},
-    ],
-    "watch": [
-        {"name": "run", "in": "query", "required": False, "schema": {"type": "array", "items": {"type": "string"}}},
-        {"name": "seen", "in": "query", "required": False, "schema": {"type": "string"}},
-    ],
-    "dropped": [{"name": "reference", "in": "query", "required": False, "schema": {"type": "string"}}],
-}
-CONTENT = {"dropped": dropped.TYPE}  # of a body that is not JSON
-MEDIA = {"views": "application/x-ndjson", "watch": "text/event-stream"}
+class ApiRoute(NamedTuple):
+    """An address below /api/: the schema of its body (of a GET: its parameters), and the schema or the keys of its answer."""
+
+    method: str
+    address: str
+    summary: str
+    body: Any
+    answer: Any
+    media: str = JSON
 
 
-def paths() -> dict[str, Schema]:
-    """The operations of the API, by path."""
-    with_question = {"allOf": [ref("PlanFile")], "properties": {"question": ref("QuestionBody")}}
-    out = {}
-    for method, address, summary, body, answer in ROUTES:
-        operation: Schema = {"summary": summary}
-        statuses = list(STATUS)
-        if method == "post":
-            schema = (
-                body
-                if isinstance(body, dict)
-                else ref(str(body))
-                if body
-                else {"anyOf": [ref("PlanFile"), with_question]}
-            )
-            operation["requestBody"] = {
-                "required": True,
-                "content": {CONTENT.get(address, "application/json"): {"schema": schema}},
-            }
-        else:
-            statuses = [400, 403, *([404] if "{" in address else []), *([429] if address == "watch" else [])]
-        made = {"type": "object", "required": list(answer)} if isinstance(answer, tuple) else answer
-        operation["responses"] = responses(made, MEDIA.get(address, "application/json"), statuses)
-        if address in PARAMETERS:
-            operation["parameters"] = PARAMETERS[address]
-        out[f"/api/{address}"] = {method: operation}
-    return out
+def parameters(**kinds: Schema) -> list[Schema]:
+    """The parameters of an address; one named `name` is a part of it."""
+    return [
+        {"name": name, "in": "path" if name == "name" else "query", "required": name == "name", "schema": kind}
+        for name, kind in kinds.items()
+    ]
 
 
 def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
+TEXT: Schema = {"type": "string"}
+PLAN, NAMES = ref("PlanFile"), {"type": "array", "items": TEXT}
+SEARCH = {"anyOf": [PLAN, {"allOf": [PLAN], "properties": {"question": ref("QuestionBody")}}]}
+ROWS: tuple[tuple[Any, ...], ...] = (
+    ("POST", "estimate", "Predict step time, memory and traffic of one plan", PLAN, ("step_time_s", "memory_gib", "plan")),
+    ("POST", "simulate", "Simulate the step of a plan", PLAN, ("step_time_s", "busy_s")),
+    ("POST", "plan", "Find the fastest plan that fits", SEARCH, ("plans", "strategies", "explanation")),
+    ("POST", "show", "A topic of `meshwright show`", ref("ShowBody"), {"type": ["object", "array"]}),
+    ("POST", "views", "Data of views, one line of JSON each as it is ready: `data` as the schema View_… says", ref("ViewsBody"), TEXT, NDJSON),
+    ("POST", "choices", "Values of each plan field: legal, with what changes, or why not", PLAN, ("fields", "problem")),
+    ("POST", "mend", "What is wrong with a plan, and the changes that make it legal", PLAN, ("problem", "mend")),
+    ("POST", "text", "A plan file, a command, settings of other frameworks and launch files", PLAN, ("toml", "command", "settings", "launch")),
+    ("POST", "trace", "The simulated step as a trace for Perfetto", PLAN, ("traceEvents",)),
+    ("POST", "file", "What a file is, as its lines: sections of a plan file, and what was not read", ref("FileBody"), ("kind", "config", "unread")),
+    ("GET", "catalog", "Models, clusters, stacks, schedules, fields, presets and views", [], ("models", "clusters", "stacks")),
+    ("GET", "runs", "Run folders below the folder given at start", [], ("runs",)),
+    ("GET", "runs/{name}", "One run folder: new rows and files since `seen`", parameters(name=TEXT, seen=TEXT), ("name", "rows", "seen")),
+    ("GET", "watch", "What is new in the list of runs and those named by `run`: server-sent events", parameters(run=NAMES, seen=TEXT), TEXT, EVENTS),
+    ("POST", "dropped", "Traces, or recordings of `check`: a line of JSON with name and size before each file", TEXT, ("view", "data")),
+    ("GET", "openapi.json", "This document", [], ("openapi", "paths")),
+)  # fmt: skip
+ROUTES = [ApiRoute(*row) for row in ROWS]
+
+
+def paths() -> dict[str, Schema]:
+    """The operations of the API, by path."""
+    out = {}
+    for method, address, summary, body, answer, media in ROUTES:
+        operation: Schema = {"summary": summary}
+        statuses = list(STATUS)
+        if method == "POST":
+            content = dropped.TYPE if address == "dropped" else JSON
+            operation["requestBody"] = {"required": True, "content": {content: {"schema": body}}}
+        else:
+            statuses = [400, 403, *([404] if "{" in address else []), *([429] if address == "watch" else [])]
+            operation["parameters"] = body
+        if address == "dropped":
+            operation["parameters"] = parameters(reference=TEXT)
+        made = {"type": "object", "required": list(answer)} if isinstance(answer, tuple) else answer
+        operation["responses"] = responses(made, media, statuses)
+        out[f"/api/{address}"] = {method.lower(): operation}
+    return out
+
+
 def responses(answer: Schema, media: str, statuses: list[int]) -> Schema:
-    refused = {
-        str(status): {
-            "description": STATUS.get(status, "There is no such run"),
-            "content": {"application/json": {"schema": ref("Error")}},
-        }
-        for status in statuses
-    }
+    wrong = {"content": {JSON: {"schema": ref("Error")}}}
+    refused = {str(status): {"description": STATUS.get(status, "There is no such run"), **wrong} for status in statuses}
     return {"200": {"description": "The answer", "content": {media: {"schema": answer}}}, **refused}

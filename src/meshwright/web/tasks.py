@@ -1,4 +1,4 @@
-"""What the server can compute: one function per route, from a request's body to the lines of its answer.
+"""What the server can compute: one function per task, from a request's body to its answer.
 
 The functions run in worker processes. Each calls what the command of the same name calls, so an answer is what `--json` prints.
 """
@@ -13,14 +13,21 @@ from typing import Any
 
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
+from meshwright.predict.estimate import Simulation
+from meshwright.units import Json
 from meshwright.version import require_torch
+from meshwright.view.page.catalog import listing
 from meshwright.view.page.choices import choices, mend
+from meshwright.view.page.opened import opened
 from meshwright.view.page.registry import SEARCH, view
 from meshwright.view.page.subject import Subject
 from meshwright.view.page.text import texts
+from meshwright.view.show import topics
+from meshwright.view.simulate import choose_detail, spans
+from meshwright.view.trace import trace_events
 from meshwright.web.bodies import FileBody, ShowBody, read_plan_file, read_question
 
-Lines = Iterator[dict[str, Any]]
+Lines = Iterator[Json]
 REMEMBERED = 4  # subjects of a worker: switching between views of one configuration does not search again
 
 
@@ -35,73 +42,40 @@ def drop_subjects() -> None:
     _subject.cache_clear()
 
 
-def subject_of(body: dict[str, Any], question: dict[str, Any] | None = None) -> Subject:
+def subject_of(body: Json, question: Json | None = None) -> Subject:
     """The subject of a plan file; requests for the same one share its results."""
     return _subject(json.dumps([read_plan_file(body), question or {}], sort_keys=True))
 
 
-def estimate(body: dict[str, Any]) -> Lines:
-    yield subject_of(body).estimate.as_dict()
+def simulate(body: Json) -> Json:
+    e, walked = subject_of(body).estimate, subject_of(body).walked
+    return Simulation(e, walked).as_dict() | {"detail": choose_detail(e, walked)}
 
 
-def simulate(body: dict[str, Any]) -> Lines:
-    from meshwright.predict.estimate import Simulation
-    from meshwright.view.simulate import choose_detail
-
-    subject = subject_of(body)
-    estimate = subject.estimate
-    yield Simulation(estimate, subject.walked).as_dict() | {"detail": choose_detail(estimate, subject.walked)}
-
-
-def plan(body: dict[str, Any]) -> Lines:
+def plan(body: Json) -> Json:
     question = read_question(body.get("question") or {})
-    yield subject_of({k: v for k, v in body.items() if k != "question"}, question).result.as_dict()
+    return subject_of({k: v for k, v in body.items() if k != "question"}, question).result.as_dict()
 
 
-def text_of_plan(body: dict[str, Any]) -> Lines:
-    yield texts(Config.from_document(read_plan_file(body)))
-
-
-def trace(body: dict[str, Any]) -> Lines:
+def trace(body: Json) -> Json:
     """The simulated step for Perfetto and chrome://tracing."""
-    from meshwright.view.simulate import spans
-    from meshwright.view.trace import trace_events
-
     subject = subject_of(body)
-    yield trace_events(spans(subject.estimate, subject.walked))
+    return trace_events(spans(subject.estimate, subject.walked))
 
 
-def legal_choices(body: dict[str, Any]) -> Lines:
-    yield choices(read_plan_file(body))
-
-
-def mend_plan(body: dict[str, Any]) -> Lines:
-    yield mend(read_plan_file(body))
-
-
-def file(body: dict[str, Any]) -> Lines:
+def file(body: Json) -> Json:
     """What a file that a person opened is, as sections of a plan file."""
-    from meshwright.view.page.opened import opened
-
     asked = FileBody.read(body)
-    yield opened(asked.name, "\n".join(asked.lines), asked.gpus)
+    return opened(asked.name, "\n".join(asked.lines), asked.gpus)
 
 
-def catalog(body: dict[str, Any]) -> Lines:
-    from meshwright.view.page.catalog import listing
-
-    yield listing()
-
-
-def show(body: dict[str, Any]) -> Lines:
+def show(body: Json) -> Any:
     """A topic of `meshwright show`."""
-    from meshwright.view.show.topics import data
-
     asked = ShowBody.read(body)
-    yield data(asked.topic, asked.options)
+    return topics.data(asked.topic, asked.options)
 
 
-def views(body: dict[str, Any]) -> Lines:
+def views(body: Json) -> Lines:
     """The data of several views, one line each; of a searched view first a provisional line."""
     subject = subject_of(body["config"], read_question(body.get("question") or {}))
     options, names = body.get("options") or {}, body["views"]
@@ -112,10 +86,10 @@ def views(body: dict[str, Any]) -> Lines:
         yield line(name, subject, options.get(name) or {})
 
 
-# Tasks that no route has: their bodies have the paths that `web.dropped` wrote files to.
+# Tasks that no route names: their bodies have the paths that `web.dropped` wrote files to.
 
 
-def explain_files(body: dict[str, Any]) -> Lines:
+def explain_files(body: Json) -> Json:
     """The data of the view of traced steps, beside the plan that the traces show."""
     from meshwright.explain.beside import beside_plan
     from meshwright.explain.explanation import explain_traces
@@ -123,21 +97,21 @@ def explain_files(body: dict[str, Any]) -> Lines:
     from meshwright.view.page.traced import data
 
     explanation = explain_traces(read_traces(map(Path, body["files"])))
-    yield {"view": "traced", "data": data(explanation, beside_plan(explanation))}
+    return {"view": "traced", "data": data(explanation, beside_plan(explanation))}
 
 
-def compare_files(body: dict[str, Any]) -> Lines:
+def compare_files(body: Json) -> Json:
     """The data of the view of a comparison of recordings."""
     require_torch("comparing recordings")
     from meshwright.check.comparison_view import data_of
 
     folders = {name: Path(path) for name, path in body["folders"].items()}
-    yield {"view": "checked", "data": data_of(folders, body["reference"])}
+    return {"view": "checked", "data": data_of(folders, body["reference"])}
 
 
-def line(name: str, subject: Subject, options: dict[str, Any], final: bool = True) -> dict[str, Any]:
+def line(name: str, subject: Subject, options: Json, final: bool = True) -> Json:
     """One line of an answer: the data of a view, or the error in its place."""
-    out: dict[str, Any] = {"view": name, "data": None, "final": final, "error": None}
+    out: Json = {"view": name, "data": None, "final": final, "error": None}
     try:
         out["data"] = view(name).data(subject.with_options(options))
     except MeshwrightError as error:
@@ -173,17 +147,26 @@ def internal_error(error: Exception) -> MeshwrightError:
     )
 
 
-TASKS: dict[str, Callable[[dict[str, Any]], Lines]] = {
-    "estimate": estimate,
+# Each takes the body of a request and gives its one answer; `views` gives several.
+TASKS: dict[str, Callable[[Json], Any]] = {
+    "estimate": lambda body: subject_of(body).estimate.as_dict(),
     "simulate": simulate,
     "plan": plan,
-    "views": views,
-    "choices": legal_choices,
-    "mend": mend_plan,
-    "text": text_of_plan,
+    "choices": lambda body: choices(read_plan_file(body)),
+    "mend": lambda body: mend(read_plan_file(body)),
+    "text": lambda body: texts(Config.from_document(read_plan_file(body))),
     "file": file,
     "trace": trace,
     "show": show,
-    "catalog": catalog,
+    "catalog": lambda body: listing(),
+    "explain": explain_files,
+    "compare": compare_files,
 }
-OF_FILES: dict[str, Callable[[dict[str, Any]], Lines]] = {"explain": explain_files, "compare": compare_files}
+
+
+def lines(task: str, body: Json) -> Lines:
+    """The lines of an answer."""
+    if task == "views":
+        yield from views(body)
+    else:
+        yield TASKS[task](body)

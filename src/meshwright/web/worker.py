@@ -50,7 +50,7 @@ def serve(pipe: Connection, kind: str, limit_s: float, plugin_names: list[str]) 
 def answer(pipe: Connection, task: str, body: Any) -> None:
     """Send the lines of one request, and whether it succeeded."""
     try:
-        for line in (tasks.TASKS | tasks.OF_FILES)[task](body):
+        for line in tasks.lines(task, body):
             pipe.send_bytes(LINE + to_line(line))
     except OSError:
         raise
