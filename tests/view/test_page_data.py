@@ -14,6 +14,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.layout import Layout
 from meshwright.describe.legality.choices import free_values, word_values
 from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.lint.finding import Finding
 from meshwright.predict.estimate import estimate
 from meshwright.view.json_schema import schema_of
@@ -21,7 +22,7 @@ from meshwright.view.page import advice
 from meshwright.view.page.choices import choices
 from meshwright.view.page.registry import SEARCH, VIEWS
 from meshwright.view.page.shapes import SHAPES
-from meshwright.view.page.subject import COMMON_LEADERS, Shared, Subject
+from meshwright.view.page.subject import FIRST_LEADERS, Shared, Subject
 from meshwright.view.plan import show
 from meshwright.view.show import zero
 from ranks import soak
@@ -176,7 +177,7 @@ def test_fields_that_differ_are_shown_as_the_command_shows_them(subjects):
 def test_only_the_complete_leaders_are_explained(subjects):
     """The first answer has the plans alone, and few of them, so that it comes sooner."""
     first, complete = (VIEWS["leaders"].data(s) for s in (subjects["dense"].provisional(), subjects["dense"]))
-    assert 1 <= len(first["leaders"]) <= COMMON_LEADERS < len(complete["leaders"])
+    assert 1 <= len(first["leaders"]) <= FIRST_LEADERS < len(complete["leaders"])
     assert first["mine"]["legal"]
     assert (first["reasons"], first["strategies"]) == ([], [])
     assert complete["reasons"]
@@ -191,6 +192,13 @@ def test_a_first_answer_does_not_wait_for_the_search(name, monkeypatch):
     config = mw.load("gpt3-1.3b", cluster="dgx-h100", gpus=8, set=["plan.replicate=8"])
     VIEWS[name].data(Subject(config).provisional())
     assert not searched
+
+
+def test_a_first_answer_for_a_model_that_fits_nowhere_is_that_of_the_search():
+    config = mw.load("llama3.1-405b", cluster="dgx-h100", gpus=8, set=["plan.tp=8"])
+    with pytest.raises(MeshwrightError, match="MW-PLANNER-005"):
+        VIEWS["leaders"].data(Subject(config).provisional())
+    assert not VIEWS["heatmap"].data(Subject(config).provisional())["best"]
 
 
 def test_every_cell_of_the_map_has_a_plan_or_a_reason(subjects):

@@ -3,15 +3,15 @@
 The search is that of `branch_and_bound`, restricted to common plans (`common_plans`), with other incumbents: the best time of every cell (tp, pp)
 instead of every strategy. A row is opened only if its bound allows a plan that is faster than the best of its cell.
 
-    seed        a few ordinary plans and the leanest plans of every cell: a first map, within a second at 1,024 GPUs
-    descend     branch and bound, until no row may improve a cell
+    seed        a few ordinary plans and the leanest plans of every cell, then branch and bound in the fastest cells: a first map, within a second
+    descend     branch and bound in all cells, until no row may improve one
 
 A cell without a legal plan names the first rule that its simplest plan breaks; a cell whose plans all need too much memory names the least that one
-of them needs. The best plan of each cell is simulated at the end, as the leaders of `plan` are.
+of them needs. The best plan of each cell is simulated at the end, as the leaders of `plan` are; of the first map only the fastest are.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -19,8 +19,9 @@ from meshwright.describe import legality
 from meshwright.describe.plan import divisors
 from meshwright.describe.plan_fields import PlanArrays
 from meshwright.planner.search import bounds, strategies
-from meshwright.planner.search.branch_and_bound import COSTED, PLAN, Incumbents, Search
+from meshwright.planner.search.branch_and_bound import COSTED, PLAN, Incumbents, Search, SearchOutcome
 from meshwright.planner.search.common_plans import HEADROOM, common_choices
+from meshwright.planner.search.leaders import Ranking, ranked
 from meshwright.planner.search.pipeline_walk import walk
 from meshwright.planner.search.space import Space, join
 from meshwright.planner.search.strategies import Candidate
@@ -28,6 +29,8 @@ from meshwright.planner.search.strategies import Candidate
 LARGEST_DEGREE = 64
 FEW = 4  # frames of each cell that are tried first
 CLOSE = 0.01  # a row whose bound is within this share of the best of its cell is not opened
+NEAREST = 4  # fastest cells that are searched and simulated for the first map …
+FIRST_EFFORT = 1_000  # … and plans costed in them
 EFFORT = 12_000  # plans costed at most: with the full search, the map takes at most 1.5 times as long as `plan`
 
 
@@ -52,7 +55,7 @@ class CellIncumbents(Incumbents):
     def __init__(self, limit: float, degrees: np.ndarray) -> None:
         super().__init__(limit)
         pairs = np.unique(degrees[[0, 2]], axis=1)
-        self.index = np.full(pairs.max(axis=1) + 1, -1)
+        self.index = np.full(pairs.max(axis=1, initial=0) + 1, -1)
         self.index[pairs[0], pairs[1]] = np.arange(pairs.shape[1])
         self.cells = pairs.T.tolist()
         self.time = np.full(len(self.cells), np.inf)
@@ -87,52 +90,83 @@ class CellIncumbents(Incumbents):
             best_rows[int(cell[k])] = rows.take([k])
 
 
-def cells(space: Space, headroom: float = HEADROOM) -> Iterator[list[Cell]]:
-    """The map, twice: after the first plans of every cell, and complete. Cells are ordered by tp, then pp."""
-    choices = common_choices(space.choices, space)
-    few = Space(space.config, choices, space.bucket)
-    if not len(few.frames):
-        yield _all_cells(few, [])
-        return
-    search = Search(few, few.cluster.accelerator.memory * (1 - headroom))
-    search.best = best = CellIncumbents(search.best.limit, few.degrees)
-    search.effort = EFFORT
-    frames = bounds.of_frames(few, few.frames)
-    search.seed(frames, FEW)
-    yield _all_cells(few, _found(few, best, simulate=False))
-    promising = frames.take(search.promising(frames))
-    if len(promising):
-        search.descend(0, promising)
-    groups = best.groups(frames)
-    for cell in np.intersect1d(np.flatnonzero(np.isinf(best.time)), groups):  # prove that no plan of these cells fits
-        search.least_memory(frames.take(groups == cell))
-    yield _all_cells(few, _found(few, best, simulate=True))
+class CellMap:
+    """The map of a space: first from a few plans, then complete. Cells are ordered by tp, then pp."""
 
+    def __init__(self, space: Space, headroom: float = HEADROOM) -> None:
+        self.space = Space(space.config, common_choices(space.choices, space), space.bucket)
+        self.frames = self.space.frames
+        self.search = Search(self.space, space.cluster.accelerator.memory * (1 - headroom))
+        self.search.best = self.best = CellIncumbents(self.search.best.limit, self.space.degrees)
 
-def _found(space: Space, best: CellIncumbents, simulate: bool) -> list[Cell]:
-    """The cells of which a plan was costed."""
-    best_rows = {cell: best.fastest.get(cell, leanest) for cell, leanest in sorted(best.leanest.items())}
-    if not best_rows:
-        return []
-    rows = join(list(best_rows.values()))
-    closed, times, peaks = walk(space, rows) if simulate else (rows.closed, rows.estimate, rows.memory)
-    cells = []
-    for k, cell in enumerate(best_rows):
-        tp, pp = best.cells[cell]
-        fits, memory = cell in best.fastest, space.cluster.accelerator.memory
-        reason = "" if fits else f"the leanest plan needs {peaks[k] / 2**30:.0f} GiB, a GPU has {memory / 2**30:.0f}"
-        plan = space.plan(rows, k)
-        one = Candidate(plan, strategies.name_of(plan), float(times[k]), float(closed[k]), float(peaks[k]), k, 0.0)
-        cells.append(Cell(tp, pp, one, fits, "" if fits else MEMORY, reason))
-    return cells
+    @cached_property
+    def first(self) -> list[Cell]:
+        """The map after a few plans of every cell, and a short search of the fastest cells."""
+        if len(self.frames):
+            self.frames = bounds.of_frames(self.space, self.frames)
+            self.search.seed(self.frames, FEW)
+            self._descend(np.argsort(self.best.time)[:NEAREST], self.search.costed + FIRST_EFFORT)
+        return self._all_cells(NEAREST)
 
+    @cached_property
+    def complete(self) -> list[Cell]:
+        """The map after the search of all cells."""
+        first = self.first
+        if not len(self.frames):
+            return first
+        every = np.arange(len(self.best.time))
+        self._descend(every, EFFORT)
+        groups = self.best.groups(self.frames)
+        without_plan = np.intersect1d(np.flatnonzero(np.isinf(self.best.time)), groups)
+        for cell in without_plan:  # prove that no plan fits
+            self.search.least_memory(self.frames.take(groups == cell))
+        return self._all_cells(len(every))
 
-def _all_cells(space: Space, cells: list[Cell]) -> list[Cell]:
-    """Every pair of degrees up to `LARGEST_DEGREE` that divides the GPUs: those found, and for the others the reason."""
-    by_degrees = {(cell.tp, cell.pp): cell for cell in cells}
-    sizes = [n for n in divisors(space.cluster.world) if n <= LARGEST_DEGREE]
-    pairs = [(tp, pp) for tp in sizes for pp in sizes]
-    return [by_degrees.get(pair) or _illegal(space, *pair) for pair in pairs]
+    @cached_property
+    def leaders(self) -> tuple[SearchOutcome, Ranking] | None:
+        """The fastest plans of the first map as the outcome of a search, and their ranking; None where none of them fits."""
+        fitting = [cell.best for cell in self.first if cell.fits and cell.best is not None]
+        if not fitting:
+            return None
+        rows = join(list(self.best.fastest.values()))
+        outcome = SearchOutcome(rows, self.best, {}, set(), len(self.space), self.search.costed)
+        return outcome, ranked(fitting, self.space.cluster.accelerator.memory)
+
+    def _descend(self, cells: np.ndarray, effort: int) -> None:
+        """Branch and bound in some cells, until about `effort` plans were costed."""
+        self.search.effort = effort
+        rows = self.frames.take(np.isin(self.best.groups(self.frames), cells))
+        rows = rows.take(self.search.promising(rows))
+        if len(rows):
+            self.search.descend(0, rows)
+
+    def _all_cells(self, simulated: int) -> list[Cell]:
+        """Every pair of degrees up to `LARGEST_DEGREE` that divides the GPUs, with its best plan or the reason why there is none; the plans of
+        the fastest cells are simulated."""
+        found = self._found(simulated)
+        sizes = [n for n in divisors(self.space.cluster.world) if n <= LARGEST_DEGREE]
+        pairs = [(tp, pp) for tp in sizes for pp in sizes]
+        return [found.get(pair) or _illegal(self.space, *pair) for pair in pairs]
+
+    def _found(self, simulated: int) -> dict[tuple[int, int], Cell]:
+        """The cells of which a plan was costed, by their degrees."""
+        space, best = self.space, self.best
+        best_rows = {cell: best.fastest.get(cell, leanest) for cell, leanest in sorted(best.leanest.items())}
+        if not best_rows:
+            return {}
+        rows = join(list(best_rows.values()))
+        times, closed, peaks = rows.estimate.copy(), rows.closed.copy(), rows.memory.copy()
+        nearest = np.argsort(best.time[list(best_rows)], kind="stable")[:simulated]
+        closed[nearest], times[nearest], peaks[nearest] = walk(space, rows.take(nearest))
+        limit, cells = space.cluster.accelerator.memory, {}
+        for k, cell in enumerate(best_rows):
+            tp, pp = best.cells[cell]
+            fits = cell in best.fastest
+            reason = "" if fits else f"the leanest plan needs {peaks[k] / 2**30:.0f} GiB, a GPU has {limit / 2**30:.0f}"
+            plan = space.plan(rows, k)
+            one = Candidate(plan, strategies.name_of(plan), float(times[k]), float(closed[k]), float(peaks[k]), k, 0.0)
+            cells[tp, pp] = Cell(tp, pp, one, fits, "" if fits else MEMORY, reason)
+        return cells
 
 
 def _illegal(space: Space, tp: int, pp: int) -> Cell:

@@ -18,7 +18,7 @@ LABELS = {
 
 def data(subject: Subject) -> Json:
     """The cells of the map, with the cell of this plan and of the fastest plan."""
-    cells = list(subject.shared.first_cells if subject.is_provisional else subject.shared.cells)
+    cells = subject.shared.map.first if subject.is_provisional else subject.shared.map.complete
     if not subject.is_provisional and subject.shared.feasible:
         cells = with_leaders(cells, subject.result.ranking.leaders)
     fitting = [cell for cell in cells if cell.fits and cell.best is not None]

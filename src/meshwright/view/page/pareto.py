@@ -22,7 +22,7 @@ def data(subject: Subject) -> Json:
         ranking = subject.result.ranking
         best = ranking.best
         candidates = [*ranking.leaders, *ranking.strategies.values(), *ranking.front]
-    cells = subject.shared.first_cells if subject.is_provisional else subject.shared.cells
+    cells = subject.shared.map.first if subject.is_provisional else subject.shared.map.complete
     candidates += [cell.best for cell in cells if cell.best is not None]
     winner, limit = best and best.plan, subject.cluster.accelerator.memory
     points = [point(one, one.plan == winner, limit) for one in {one.plan: one for one in candidates}.values()]

@@ -4,13 +4,13 @@
     memory.data(subject)              # a view: plain JSON values
 
 The estimate, the simulated step and the planner's result are computed when a view first asks for them, and once for all views of a
-request. A search may take seconds. `subject.provisional()` answers sooner with the best of the common plans: the views are the same, and
-the page draws them until the complete search is done.
+request. A search may take seconds. `subject.provisional()` answers sooner with the first map of plans (`planner.search.cells`): the views are the
+same, and the page draws them until the complete search is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,12 +22,12 @@ from meshwright.errors import MeshwrightError, kind_of, shown
 from meshwright.planner import api as planner
 from meshwright.planner.question import Question, read
 from meshwright.planner.result import Result
-from meshwright.planner.search.cells import Cell, cells
+from meshwright.planner.search.cells import CellMap
 from meshwright.planner.search.space import Space
 from meshwright.planner.sizing import OPTIONS
 from meshwright.predict.estimate import Estimate, estimate
 
-COMMON_LEADERS = 3
+FIRST_LEADERS = 3
 
 
 class Shared:
@@ -58,19 +58,9 @@ class Shared:
         return self.planner_question.space()
 
     @cached_property
-    def _cells(self) -> Iterator[list[Cell]]:
-        return cells(self.space, self.planner_question.headroom)
-
-    @cached_property
-    def first_cells(self) -> list[Cell]:
-        """The first map of tp × pp, within a second: a few plans of every cell."""
-        return next(self._cells)
-
-    @cached_property
-    def cells(self) -> list[Cell]:
-        """The complete map of tp × pp (`planner.search.cells`)."""
-        all_cells = self.first_cells
-        return next(self._cells, all_cells)
+    def map(self) -> CellMap:
+        """The map of tp × pp: the first one within a second."""
+        return CellMap(self.space, self.planner_question.headroom)
 
     @cached_property
     def feasible(self) -> bool:
@@ -81,10 +71,13 @@ class Shared:
             return False
 
     @cached_property
-    def common(self) -> Result:
-        """The result of a search of the common plans only (`planner.search.common_plans`), with few leaders: each is simulated."""
-        top = min(self.question.get("top", COMMON_LEADERS), COMMON_LEADERS)
-        return planner.plan(self.config, common=True, **{**self.question, "top": top})
+    def first_result(self) -> Result:
+        """The fastest plans of the first map as a result; where none of them fits, what the complete search says."""
+        if self.map.leaders is None:
+            return self.result
+        found, ranking = self.map.leaders
+        config, headroom = self.planner_question.config.but(plan=ranking.best.plan), self.planner_question.headroom
+        return Result(config, self.map.space, found, ranking, headroom, 0.0, FIRST_LEADERS)
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,7 @@ class Subject(Configured):
         return replace(self, options=options)
 
     def provisional(self) -> Subject:
-        """The subject whose `result` is the search of the common plans, which takes less than a second."""
+        """The subject whose `result` is of the first map of plans, which takes less than a second."""
         return replace(self, is_provisional=True)
 
     @property
@@ -137,8 +130,8 @@ class Subject(Configured):
 
     @property
     def result(self) -> Result:
-        """Search for the best plan; of a provisional subject, the result for the common plans."""
-        return self.shared.common if self.is_provisional else self.shared.result
+        """Search for the best plan; of a provisional subject, the fastest plans of the first map."""
+        return self.shared.first_result if self.is_provisional else self.shared.result
 
     def option(self, name: str, default: Any, valid: Iterable[Any] | None = None, most: float | None = None) -> Any:
         """An option of the view, of the type of its default; it must be in `valid`, and a number between 0 and `most`."""
