@@ -220,25 +220,27 @@ class Api:
                 yield known
             else:
                 missing[POOL_OF_VIEWS[view(name).kind]].append(name)
-        streams = [self.lines_of_pool(pool, body, names) for pool, names in missing.items() if names]
-        async with aclosing(merged(streams)) as lines:
-            async for line in lines:
-                found = json.loads(line)
-                if found["final"] and not found["error"]:
-                    self.cache.put(keys[found["view"]], line)
-                yield line
+        streams = [self.lines_of_pool(pool, body, names, keys) for pool, names in missing.items() if names]
+        async with aclosing(merged(streams)) as parts:
+            async for lines in parts:
+                yield lines
 
-    async def lines_of_pool(self, pool: str, body: Json, names: list[str]) -> Parts:
-        """The lines of views that one pool computes. Where it fails, each view that is missing gets a line with the error; bad input raises."""
+    async def lines_of_pool(self, pool: str, body: Json, names: list[str], keys: dict[str, str]) -> Parts:
+        """The lines of views that one pool computes, kept under their `keys`.
+
+        Where the pool fails, each view that is missing gets a line with the error; bad input raises."""
         missing = set(names)
         request = {**body, "views": names}
         try:
-            async with aclosing(self.pools[pool].lines("views", request, plan_key(body["config"]))) as lines:
-                async for line in lines:
-                    yield line
-                    found = json.loads(line)
-                    if found["final"]:
-                        missing.discard(found["view"])
+            async with aclosing(self.pools[pool].lines("views", request, plan_key(body["config"]))) as parts:
+                async for lines in parts:
+                    yield lines
+                    for line in lines.splitlines(keepends=True):
+                        found = json.loads(line)
+                        if found["final"]:
+                            missing.discard(found["view"])
+                            if not found["error"]:
+                                self.cache.put(keys[found["view"]], line)
         except Refused as refused:
             if refused.status == 400:
                 raise

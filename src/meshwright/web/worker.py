@@ -1,7 +1,9 @@
 """A worker process: receives one request after another over a pipe and answers each with lines of JSON.
 
     request    {"task": "estimate", "body": {…}}
-    answers    b"+" and a line, any number of times; then b"." (done) or b"!" and {"status", "error"}
+    answers    b"+" and lines, any number of times; then b"." (done) or b"!" and {"status", "error"}
+
+A quick worker sends all lines together: they are ready within milliseconds of each other, and the page draws once instead of once for each.
 
 Worker processes are forked from a process that has imported everything here and imports no torch, so a new one is ready in
 milliseconds. A worker computes one request at a time and may be killed at any moment. It ends when the server has ended, also in the
@@ -43,15 +45,16 @@ def serve(pipe: Connection, kind: str, limit_s: float, plugin_names: list[str]) 
         while True:
             request = json.loads(pipe.recv_bytes())
             signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)
-            answer(pipe, request["task"], request["body"])
+            answer(pipe, request["task"], request["body"], together=kind == "quick")
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def answer(pipe: Connection, task: str, body: Any) -> None:
-    """Send the lines of one request, and whether it succeeded."""
+def answer(pipe: Connection, task: str, body: Any, together: bool) -> None:
+    """Send the lines of one request, as they are ready or `together`, and whether it succeeded."""
+    lines = map(to_line, tasks.lines(task, body))
     try:
-        for line in tasks.lines(task, body):
-            pipe.send_bytes(LINE + to_line(line))
+        for message in [b"".join(lines)] if together else lines:
+            pipe.send_bytes(LINE + message)
     except OSError:
         raise
     except Exception as error:
