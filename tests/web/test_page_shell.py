@@ -201,6 +201,26 @@ def check_old_advice_cannot_be_applied(page: Any) -> None:
     assert button.is_enabled()
 
 
+def test_advice_that_fails_says_why_until_it_is_computed(server: str, open_page: Open) -> None:
+    error = {"code": "MW-WEB-002", "what": "too many requests wait", "why": "", "valid": [], "fix": ""}
+
+    def fail(line: Any) -> Any:
+        return {**line, "data": None, "error": error} if line["view"] == "advice" else line
+
+    page = open_page("about:blank", ready="")
+    edited(page, lambda lines: [fail(line) for line in lines])
+    page.goto(server + "/" + SMALL)
+    box = page.locator("#view .panel", has_text="What to change first")
+    box.locator(".notice.error", has_text="too many requests wait").wait_for()
+    settled(page)
+    assert "Computing" not in box.inner_text()
+    page.unroute("**/api/views")
+    page.evaluate("import('meshwright/state.js').then((s) => s.set('workload.batch', 128))")
+    box.locator(".advice li, p:not(.empty)").first.wait_for()
+    settled(page)
+    assert box.locator(".notice").count() == 0
+
+
 def test_a_view_that_cannot_be_drawn_says_so_once(server: str, open_page: Open) -> None:
     page = open_page(server + "/" + SMALL)
     page.evaluate("console.error = () => {}")

@@ -23,7 +23,9 @@ SERIOUS = ("serious", "critical")
 
 def names(page: Any) -> list[str]:
     """The views of the navigation."""
-    found: list[str] = page.evaluate("import('meshwright/views.js').then((m) => m.VIEWS.map((v) => v.name))")
+    found: list[str] = page.evaluate(
+        "import('meshwright/views.js').then((m) => m.VIEWS.filter((v) => !v.within).map((v) => v.name))"
+    )
     return found
 
 

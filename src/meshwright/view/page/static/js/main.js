@@ -1,7 +1,7 @@
 // The frame: navigation, inputs, verdict, and the views that are open. A change of the state aborts what was asked before and asks again;
 // an answer of an older state is dropped.
 
-import { h, clear, format, keepFocus } from "meshwright/draw.js";
+import { h, clear, format, keepFocus, panel as boxed } from "meshwright/draw.js";
 import * as actions from "meshwright/actions.js";
 import * as inputs from "meshwright/inputs.js";
 import * as save from "meshwright/save.js";
@@ -21,20 +21,20 @@ let shown = []; // { view, section, body, drawn } of each panel that is open
 let pressed = false; // a pointer is down in the view: what it presses must stay until the click
 let postponed = false; // a drawing waits for that
 
-/** Names of the Python views whose data a view draws; of its optional ones, those that there are. */
-const needs = (view) => (view.needs ?? [view.name]).filter((name) => source.has(name) || !view.optional?.includes(name));
+/** Names of the Python views whose data a view draws. */
+const needs = (view) => view.needs ?? [view.name];
 /** Whether the options of a view only change how it is drawn. */
 const isLocal = (name) => Boolean(VIEWS.find((view) => view.name === name)?.localOptions);
 const available = (view) => source.live || (!view.liveOnly && needs(view).every(source.has));
-const current = () => VIEWS.find((view) => view.name === state.get().page.view && available(view)) ?? VIEWS.find(available) ?? VIEWS[0];
+const current = () => VIEWS.find((view) => view.name === state.get().page.view && !view.within && available(view)) ?? VIEWS.find(available) ?? VIEWS[0];
 
 const WORKSPACES = { plan: "Plan", learn: "Learn", runs: "Runs" };
-const inWorkspace = (name) => VIEWS.filter((view) => view.workspace === name && available(view));
-/** The views that are shown together: in the workspace Plan the overview, and below it those of the open tab. */
+const inWorkspace = (name) => VIEWS.filter((view) => view.workspace === name && !view.within && available(view));
+/** The views that are shown together: in the workspace Plan the overview with the views within it, and below it those of the open tab. */
 function open() {
   const now = current(), first = inWorkspace("plan")[0];
   if (now.workspace !== "plan") return [now];
-  return [first, ...inWorkspace("plan").filter((view) => view !== first && view.tab === now.tab)];
+  return [first, ...VIEWS.filter((view) => view.within === first.name && available(view)), ...inWorkspace("plan").filter((view) => view !== first && view.tab === now.tab)];
 }
 
 /** The workspaces in the header, and the tabs of the present one: a tab opens all views of its name. */
@@ -75,7 +75,7 @@ function frame() {
   if (views.length === shown.length && views.every((view, i) => view === shown[i].view)) return mark(now);
   for (const panel of shown) if (!views.includes(panel.view)) panel.view.leave?.();
   shown = views.map((view) => shown.find((panel) => panel.view === view) ?? panelOf(view));
-  const [first, ...others] = shown.map((panel) => panel.section);
+  const [first, ...others] = shown.filter(({ view }) => !view.within).map((panel) => panel.section);
   if (views[0].workspace === "plan") parts.view.replaceChildren(first, parts.scenarios, parts.nav, ...others);
   else {
     parts.view.before(parts.nav);
@@ -85,8 +85,10 @@ function frame() {
   if (others.length) shown.find((panel) => panel.view === now)?.section.scrollIntoView({ block: "nearest" });
 }
 
+/** The section of a view; of one within another view a panel, which that view places. */
 function panelOf(view) {
-  const body = h("div", { class: "body" });
+  const body = h("div", { class: view.within ? null : "body" });
+  if (view.within) return { view, body, drawn: null, section: boxed(view.title, null, body) };
   return { view, body, drawn: null, section: h("section", { class: view.ownTitle ? "view own-title" : "view", dataset: { name: view.name } }, h("h2", null, view.title), h("p", { class: "sentence" }, view.sentence ?? ""), body) };
 }
 
@@ -102,7 +104,7 @@ function context(view, refreshing) {
     set: state.set,
     update: state.update,
     state: state.get,
-    go: (name) => state.set("page.view", name),
+    section: (name) => shown.find(({ view: one }) => one.name === name)?.section,
     refreshing,
     live: source.live,
   };
@@ -114,12 +116,12 @@ function draw(again = true) {
   frame();
   const heights = shown.map(({ body }) => body.offsetHeight); // read together: each change of the page would compute the layout again
   const busy = shown.map((panel, i) => drawPanel(panel, again, heights[i])).some(Boolean);
-  for (const node of parts.view.querySelectorAll("[data-answer]")) outdate(node, answers.get(node.dataset.answer)?.stale);
+  for (const { view, body } of shown) if (view.within) outdate(body, answers.get(view.name)?.stale);
   parts.view.classList.toggle("refreshing", busy);
   parts.view.setAttribute("aria-busy", String(busy));
 }
 
-/** Dim what an optional answer of an older state shows; its buttons do nothing, but keep the focus. */
+/** Dim what a slow answer of an older state shows; its buttons do nothing, but keep the focus. */
 function outdate(node, stale) {
   node.classList.toggle("outdated", Boolean(stale));
   for (const button of node.querySelectorAll("button")) button.ariaDisabled = stale ? "true" : null;
@@ -127,28 +129,22 @@ function outdate(node, stale) {
 
 /** Draw one view; returns whether an answer is missing. The old drawing stays until new data has come. */
 function drawPanel(panel, again, height) {
-  const { view, body } = panel, names = needs(view), found = names.map((name) => answers.get(name)), needed = found.filter((_, i) => !view.optional?.includes(names[i]));
-  const busy = found.some((a) => !a || !a.final || a.stale), failed = needed.find((a) => a?.error);
+  const { view, body } = panel, names = needs(view), found = names.map((name) => answers.get(name));
+  const busy = found.some((a) => !a || !a.final || a.stale), failed = found.find((a) => a?.error);
   const drawn = JSON.stringify([found.map((a) => a?.serial), state.get().page.options[view.name], busy]);
   if (!again && panel.drawn === drawn) return busy;
   panel.drawn = drawn;
-  if (failed && !view.drawsErrors) {
+  if (failed) {
     panel.attempt = null;
     clear(body).append(refusal(failed.error));
     return busy;
   }
-  if (needed.some((a) => !a?.data)) {
+  if (found.some((a) => !a?.data)) {
     if (!body.firstChild) body.append(h("p", { class: "empty" }, "Computing …"));
     return busy;
   }
-  if (needed.some((a) => a.stale)) return busy;
-  const data = view.needs ? Object.fromEntries(names.map((name, i) => [name, found[i]?.data ?? null])) : found[0].data;
-  const rest = JSON.stringify([needed.map((a) => a.serial), state.get().page.options[view.name]]), isLate = view.late && !again && panel.rest === rest;
-  panel.rest = rest;
-  if (isLate) { // only an optional answer came: the drawing of the others stays
-    keepFocus(body, () => view.late(body, data, context(view, busy)));
-    return busy;
-  }
+  if (found.some((a) => a.stale)) return busy;
+  const data = view.needs ? Object.fromEntries(names.map((name, i) => [name, found[i].data])) : found[0].data;
   const attempt = (panel.attempt = {});
   body.style.minHeight = `${height}px`; // the page does not jump while the view is drawn again
   keepFocus(body, () => {
@@ -158,7 +154,6 @@ function drawPanel(panel, again, height) {
       save.attach(body, view.name);
     } catch (error) {
       console.error(error);
-      panel.rest = null;
       misfit(Object.fromEntries(names.map((name) => [name, answers.get(name)?.data]))).then((other) => {
         if (panel.attempt === attempt) body.append(refusal({ code: "", what: `the view "${view.title}" could not be drawn`, why: other ? `The server sent no such ${other}: it is of another version than the page in this tab` : String(error), valid: [], fix: other ? "reload the page" : "" })); // else it was drawn again
       });
@@ -176,7 +171,7 @@ async function refresh(answered = () => {}) {
   asked = new AbortController();
   const { signal } = asked;
   const names = [...new Set(["verdict", ...open().flatMap(needs)])].filter((name) => source.has(name) && (!answers.get(name)?.final || answers.get(name).stale));
-  const first = open()[0], waiting = new Set(names.filter((name) => needs(first).includes(name) && !first.optional?.includes(name)));
+  const first = open()[0], waiting = new Set(names.filter((name) => needs(first).includes(name)));
   draw(!names.length);
   if (!waiting.size) queueMicrotask(answered);
   if (!names.length) return;

@@ -1,36 +1,36 @@
 // The workspace Plan: where the step's time goes, memory by stage and what to change first. Details open below it.
 
-import { clear, format, h, panel } from "meshwright/draw.js";
+import { format, h, panel } from "meshwright/draw.js";
 import { stages } from "meshwright/views/memory.js";
 import { steps } from "meshwright/views/waterfall.js";
 
-export const view = {
-  title: "Plan",
-  needs: ["verdict", "memory", "waterfall", "advice"],
-  optional: ["advice"],
-  draw(element, data, context) {
-    const { verdict, memory, waterfall } = data, list = h("div", { dataset: { answer: "advice" } });
-    const time = panel("Where the step’s time goes", null), room = panel("Memory per GPU, by stage", null), next = panel("What to change first", null, list);
-    element.append(h("div", { class: "overview" }, time, room, next), about(verdict));
-    steps(time, waterfall);
-    stages(room, memory, { most: 6 });
-    view.late(element, data, context);
+export const views = [
+  {
+    name: "overview",
+    title: "Plan",
+    needs: ["verdict", "memory", "waterfall"],
+    draw(element, { verdict, memory, waterfall }, context) {
+      const time = panel("Where the step’s time goes", null), room = panel("Memory per GPU, by stage", null);
+      element.append(h("div", { class: "overview" }, time, room, context.section("advice") ?? panel("What to change first", null, h("p", null, "The live page computes them."))), about(verdict));
+      steps(time, waterfall);
+      stages(room, memory, { most: 6 });
+    },
   },
-  late: (element, { advice }, context) => changes(clear(element.querySelector("[data-answer]")), advice, context),
-};
+  { name: "advice", title: "What to change first", within: "overview", draw: changes },
+];
 
 /** The changes that save most, then the findings of lint, each with a button that applies it. */
 function changes(element, advice, context) {
   const list = h("ul", { class: "advice" });
-  const apply = (set) => (context.live && Object.keys(set).length ? h("button", { type: "button", class: "small", onclick: () => context.update(set) }, "Apply") : null);
+  const apply = (set) => (Object.keys(set).length ? h("button", { type: "button", class: "small", onclick: () => context.update(set) }, "Apply") : null);
   const share = (seconds) => `${format.seconds(Math.abs(seconds))} (${format.percent(Math.abs(seconds) / advice.step_time_s)})`;
   const item = (head, words, button) => list.append(h("li", null, h("span", null, h("b", null, head), words), button));
-  for (const c of advice?.first ?? []) {
+  for (const c of advice.first) {
     const effect = c.saves_s >= 0 ? `saves ${share(c.saves_s)}` : `takes ${share(c.saves_s)} longer, and fits`;
     item(c.title, `${c.follows ? `, with ${c.follows}` : ""}: ${effect}; ${format.gib(c.memory_gib)}`, apply(c.set));
   }
-  for (const f of advice?.findings ?? []) item(`${f.name[0].toUpperCase()}${f.name.slice(1)}. `, `${f.what}.${f.cost_s ? ` Costs ${share(f.cost_s)}.` : ""}`, f.saves_s > 0 && apply(f.set));
-  element.append(list.children.length ? list : h("p", null, advice ? "No change of one or two fields makes this plan faster." : context.live ? "Computing …" : "The live page computes them."));
+  for (const f of advice.findings) item(`${f.name[0].toUpperCase()}${f.name.slice(1)}. `, `${f.what}.${f.cost_s ? ` Costs ${share(f.cost_s)}.` : ""}`, f.saves_s > 0 && apply(f.set));
+  element.append(list.children.length ? list : h("p", null, "No change of one or two fields makes this plan faster."));
 }
 
 /** What the numbers are of, and the targets. */

@@ -4,18 +4,15 @@ import { bars } from "meshwright/bars.js";
 import { format, h, legend, panel, stat } from "meshwright/draw.js";
 import * as part from "meshwright/parts.js";
 
-export const view = {
-  title: "What overlap hides",
-  needs: ["waterfall", "overlap"],
-  optional: ["overlap"],
-  sentence: "Communication that no compute hides makes the step longer. What is hidden is free until compute becomes faster.",
-  draw(element, { waterfall, overlap }) {
-    element.append(h("div", { class: "stats" }, ...stats(waterfall)));
-    if (!overlap) return;
-    const box = element.appendChild(panel("The step with other overlap", `This plan overlaps ${overlap.overlaps.join(", ") || "nothing"} with compute. Double buffering transfers the next piece while the present one is computed: “no overlap” is the step without it, “double buffering” with it on every axis.`));
-    buffering(box, overlap);
+export const views = [
+  {
+    name: "waterfall",
+    title: "What overlap hides",
+    sentence: "Communication that no compute hides makes the step longer. What is hidden is free until compute becomes faster.",
+    draw: (element, data) => element.append(h("div", { class: "stats" }, ...stats(data))),
   },
-};
+  { name: "overlap", title: "The step with other overlap", ownTitle: true, draw: buffering },
+];
 
 function stats(data) {
   const share = (s) => format.percent(s / data.step_time_s);
@@ -40,7 +37,8 @@ export function steps(element, data) {
   bars(element, rows, { left: small ? 104 : 196, right: small ? 60 : 100, x: { seconds: "time within the step" } });
 }
 
-function buffering(element, overlap) {
+function buffering(view, overlap) {
+  const element = view.appendChild(panel("The step with other overlap", `This plan overlaps ${overlap.overlaps.join(", ") || "nothing"} with compute. Double buffering transfers the next piece while the present one is computed: “no overlap” is the step without it, “double buffering” with it on every axis.`));
   const rows = overlap.rows.map((r) => ({ label: r.name, text: format.seconds(r.step_time_s), parts: r.parts.map((p) => ({ value: p.s, ...part.step(p.part), formula: `${r.name}: ${part.NAMES[p.part]} ${format.seconds(p.s)}` })) }));
   bars(element, rows, { tall: 34, weight: 600, x: { seconds: "step time" } });
   element.append(legend([...new Set(overlap.rows.flatMap((r) => r.parts.map((p) => p.part)))].map((name) => ({ label: part.NAMES[name], ...part.step(name) }))));
