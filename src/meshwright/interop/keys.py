@@ -303,9 +303,14 @@ def flag(fact: str, name: str, default: bool = False, **more: Any) -> Key:
     return Key(name, fact, words=SWITCH, default=default, **more)
 
 
-def rows(pairs: Iterable[tuple[str, str]], prefix: str = "", **same: Any) -> tuple[Key, ...]:
-    """Keys that differ in their names and facts only."""
-    return tuple(Key(prefix + name, fact, **same) for name, fact in pairs)
+def rows(table: Iterable[tuple[Any, ...]], prefix: str = "", **same: Any) -> tuple[Key, ...]:
+    """Keys of equal properties, a row each: the name, or the name and its older spellings; the fact; then its words, its patterns, or both."""
+    out = []
+    for names, fact, *meanings in table:
+        name, *was = (names,) if isinstance(names, str) else names
+        own = {"words" if isinstance(meaning, Mapping) else "match": meaning for meaning in meanings}
+        out.append(Key(prefix + name, fact, was=tuple(was), **own, **same))
+    return tuple(out)
 
 
 # --- What is wrong with settings, found before a plan is made of them.

@@ -42,7 +42,9 @@ NEMO_RL = Framework(
     form="yaml",
     table=Table(
         keys=(
-            *rows((("tensor_parallel_size", "tp"), ("context_parallel_size", "cp"), ("dp_replicate_size", "replicate")), prefix=POLICY + "dtensor_cfg."),
+            *rows((
+                ("tensor_parallel_size", "tp"), ("context_parallel_size", "cp"), ("dp_replicate_size", "replicate"),
+            ), prefix="policy.dtensor_cfg."),
             Key(POLICY + "dtensor_cfg.sequence_parallel", "sp", words=SWITCH),
             *rows(DEGREES, prefix=POLICY + "megatron_cfg.", unset=(1,)),  # the section that is off has degrees of 1
             *rows((
