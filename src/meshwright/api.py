@@ -257,14 +257,12 @@ def train(
     calibration is doing.
     """
     import os
-    from contextlib import nullcontext
 
     require_torch("`train`")
-    from meshwright.training.folder import check_unused, claimed
+    from meshwright.training.folder import claimed
     from meshwright.training.launch.rank import placement
-    from meshwright.training.machine import resolve_backend, resolve_device, shared_device
-    from meshwright.training.measure import calibration
-    from meshwright.training.run import check, check_resume, plan_of_run, run_training
+    from meshwright.training.machine import shared_device
+    from meshwright.training.run import calibrate_run, check_resume, plan_of_run, run_training
 
     device = shared_device(device, share_device)
     check_resume(Path(resume) if resume is not None else None, from_scratch)
@@ -274,15 +272,12 @@ def train(
     config, _ = config_to_train(source, device, shrink, resume is not None, set=[*set, *options])
     folder = Path(out) if out is not None else None
     started_here = placement(os.environ) is None
-    on_cpu = started_here and resolve_device(device, config.plan.world) == "cpu"
     machine, uncalibrated = None, ""
-    with claimed(folder) if started_here and folder is not None else nullcontext():
-        if calibrate and on_cpu and calibration.is_for_this_machine(config):
-            check(config, config.run.steps, folder)
-            if folder is not None and resume is None:
-                check_unused(folder)
-            backend = resolve_backend(backend, "cpu")
-            machine, uncalibrated = calibration.measured_or_reason(config.plan, backend, recalibrate, announce)
+    with claimed(folder if started_here else None):
+        if calibrate and started_here:
+            machine, uncalibrated = calibrate_run(
+                config, device, backend, folder, resume is not None, recalibrate, announce
+            )
         return run_training(
             config,
             config.run.steps,

@@ -317,10 +317,10 @@ def lost_lines(name: str, lines: list[bytes]) -> str:
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[None]:
+def claimed(path: Path | None) -> Iterator[None]:
     """Refuse a folder at once in which another process starts or runs a training. The lock is one of the folder itself: rank 0, another
     process, locks the file in it."""
-    if not path.is_dir():
+    if path is None or not path.is_dir():
         yield
         return
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -28,6 +28,7 @@ from meshwright.training.job import TrainingJob
 from meshwright.training.launch import local
 from meshwright.training.launch.rank import placement
 from meshwright.training.machine import check_machine, resolve_backend, resolve_device
+from meshwright.training.measure import calibration
 from meshwright.training.measure.measurement import LoadWatch, Training, conclude_interrupted
 from meshwright.training.start import has_checkpoint
 
@@ -97,6 +98,25 @@ def make_job(
     backend = resolve_backend(backend, device)
     check_machine(watch.config.plan, watch.prediction, device, folder, steps, ranks_here)
     return TrainingJob(watch.config, watch, steps, seed, device, backend, folder)
+
+
+def calibrate_run(
+    config: Config,
+    device: str,
+    backend: str,
+    folder: Path | None,
+    resume: bool,
+    recalibrate: bool,
+    announce: Callable[[str], None] | None,
+) -> tuple[MachineMeasurement | None, str]:
+    """The calibration of this machine for a run on its CPU, or why there is none; (None, "") if the run does not need one. A run that
+    cannot start is refused before it is measured."""
+    if resolve_device(device, config.plan.world) != "cpu" or not calibration.is_for_this_machine(config):
+        return None, ""
+    check(config, config.run.steps, folder)
+    if folder is not None and not resume:
+        check_unused(folder)
+    return calibration.measured_or_reason(config.plan, resolve_backend(backend, "cpu"), recalibrate, announce)
 
 
 def completed(config: Config, steps: int) -> Config:
