@@ -25,68 +25,65 @@ from meshwright.models.hf.tables import EXPERT, GROUPED, INTERLEAVED, TABLES, TR
 from meshwright.proof.parts import Merged, merge, whole_value
 
 PAIRS = "pairs"  # layout: of the two halves of a head, row i of one is followed by row i of the other
+ROWS = {
+    "megatron ends": """
+    embedding.word_embeddings       embedding.tokens
+    embedding.position_embeddings   embedding.positions
+    decoder.final_layernorm         head.norm
+    output_layer                    head.project
+""",
+    "megatron layer": """
+    input_layernorm                                 attention_norm
+    self_attention.linear_qkv.layer_norm_weight     attention_norm.weight
+    self_attention.linear_qkv.layer_norm_bias       attention_norm.bias
+    self_attention.linear_qkv                       attention.q + attention.k + attention.v   grouped
+    self_attention.linear_proj                      attention.o
+    self_attention.q_layernorm                      attention.q_norm
+    self_attention.k_layernorm                      attention.k_norm
+    pre_mlp_layernorm                               ffn_norm
+    mlp.linear_fc1.layer_norm_weight                ffn_norm.weight
+    mlp.linear_fc1.layer_norm_bias                  ffn_norm.bias
+    mlp.linear_fc1                                  ffn.gate + ffn.up
+    mlp.linear_fc1                                  ffn.up
+    mlp.linear_fc2                                  ffn.down
+    mlp.router                                      moe.router
+    mlp.experts.local_experts.{expert}.linear_fc1   moe.experts.gate + moe.experts.up
+    mlp.experts.local_experts.{expert}.linear_fc2   moe.experts.down
+    mlp.experts.linear_fc1.weight{expert}           moe.experts.gate.weight + moe.experts.up.weight
+    mlp.experts.linear_fc2.weight{expert}           moe.experts.down.weight
+    mlp.shared_experts.linear_fc1                   moe.shared.gate + moe.shared.up
+    mlp.shared_experts.linear_fc2                   moe.shared.down
+""",
+    "torchtitan ends": """
+    tok_embeddings   embedding.tokens
+    norm             head.norm
+    output           head.project
+""",
+    "torchtitan layer": """
+    attention_norm           attention_norm
+    attention.wq             attention.q               pairs
+    attention.wk             attention.k               pairs
+    attention.wv             attention.v
+    attention.wo             attention.o
+    attention.q_norm         attention.q_norm
+    attention.k_norm         attention.k_norm
+    ffn_norm                 ffn_norm
+    feed_forward.w1          ffn.gate
+    feed_forward.w3          ffn.up
+    feed_forward.w2          ffn.down
+    moe.router.gate          moe.router
+    moe.experts.w1           moe.experts.gate.weight
+    moe.experts.w3           moe.experts.up.weight
+    moe.experts.w2           moe.experts.down.weight
+    moe.shared_experts.w1    moe.shared.gate
+    moe.shared_experts.w3    moe.shared.up
+    moe.shared_experts.w2    moe.shared.down
+""",
+}
 MEGATRON = Family(
-    rows("""
-        embedding.word_embeddings       embedding.tokens
-        embedding.position_embeddings   embedding.positions
-        decoder.final_layernorm         head.norm
-        output_layer                    head.project
-    """),
-    rows("""
-        input_layernorm                                 attention_norm
-        self_attention.linear_qkv.layer_norm_weight     attention_norm.weight
-        self_attention.linear_qkv.layer_norm_bias       attention_norm.bias
-        self_attention.linear_qkv                       attention.q + attention.k + attention.v   grouped
-        self_attention.linear_proj                      attention.o
-        self_attention.q_layernorm                      attention.q_norm
-        self_attention.k_layernorm                      attention.k_norm
-        pre_mlp_layernorm                               ffn_norm
-        mlp.linear_fc1.layer_norm_weight                ffn_norm.weight
-        mlp.linear_fc1.layer_norm_bias                  ffn_norm.bias
-        mlp.linear_fc1                                  ffn.gate + ffn.up
-        mlp.linear_fc1                                  ffn.up
-        mlp.linear_fc2                                  ffn.down
-        mlp.router                                      moe.router
-        mlp.experts.local_experts.{expert}.linear_fc1   moe.experts.gate + moe.experts.up
-        mlp.experts.local_experts.{expert}.linear_fc2   moe.experts.down
-        mlp.experts.linear_fc1.weight{expert}           moe.experts.gate.weight + moe.experts.up.weight
-        mlp.experts.linear_fc2.weight{expert}           moe.experts.down.weight
-        mlp.shared_experts.linear_fc1                   moe.shared.gate + moe.shared.up
-        mlp.shared_experts.linear_fc2                   moe.shared.down
-    """),
-    prefix="",
-    layers="decoder.layers",
-    head="",
+    rows(ROWS["megatron ends"]), rows(ROWS["megatron layer"]), prefix="", layers="decoder.layers", head=""
 )
-TORCHTITAN = Family(
-    rows("""
-        tok_embeddings   embedding.tokens
-        norm             head.norm
-        output           head.project
-    """),
-    rows("""
-        attention_norm           attention_norm
-        attention.wq             attention.q               pairs
-        attention.wk             attention.k               pairs
-        attention.wv             attention.v
-        attention.wo             attention.o
-        attention.q_norm         attention.q_norm
-        attention.k_norm         attention.k_norm
-        ffn_norm                 ffn_norm
-        feed_forward.w1          ffn.gate
-        feed_forward.w3          ffn.up
-        feed_forward.w2          ffn.down
-        moe.router.gate          moe.router
-        moe.experts.w1           moe.experts.gate.weight
-        moe.experts.w3           moe.experts.up.weight
-        moe.experts.w2           moe.experts.down.weight
-        moe.shared_experts.w1    moe.shared.gate
-        moe.shared_experts.w3    moe.shared.up
-        moe.shared_experts.w2    moe.shared.down
-    """),
-    prefix="",
-    head="",
-)
+TORCHTITAN = Family(rows(ROWS["torchtitan ends"]), rows(ROWS["torchtitan layer"]), prefix="", head="")
 OWN_ROWS = tuple(dict.fromkeys(name for f in TABLES.values() for row in f.layer for name in row.ours.split(" + ")))
 OURS = Family(
     rows("embedding.tokens  embedding.tokens\nembedding.positions  embedding.positions\nhead.norm  head.norm\nhead.project  head.project"),

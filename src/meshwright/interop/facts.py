@@ -154,12 +154,14 @@ FACTS: dict[str, str] = {
     "without_bias": "products have no bias",
     "state_space": "the model has state-space layers",
     "untied": "input embedding and output projection are separate",
-    **{f"model.{name}": f"model.{name}" for name in (
-        "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "tied", "max_positions", "experts", "top_k",
-        "expert_ffn", "shared_experts", "shared_ffn", "dense_layers", "moe_every", "attention", "q_rank", "kv_rank", "rope_dim", "nope_dim",
-        "value_dim", "activation", "norm", "positions", "qk_norm", "qkv_bias",
-    )},
-}  # fmt: skip
+}
+# The facts that are fields of [model].
+MODEL_FIELDS = (
+    "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "tied", "max_positions", "experts", "top_k",
+    "expert_ffn", "shared_experts", "shared_ffn", "dense_layers", "moe_every", "attention", "q_rank", "kv_rank", "rope_dim", "nope_dim",
+    "value_dim", "activation", "norm", "positions", "qk_norm", "qkv_bias",
+)  # fmt: skip
+FACTS |= {f"model.{name}": f"model.{name}" for name in MODEL_FIELDS}
 NUMBERS = {
     "tp", "cp", "pp", "ep", "expert_tp", "replicate", "dp", "gpus", "nodes", "gpus_per_node", "virtual", "layers_per_chunk",
     "first_layers", "last_layers", "microbatch_group", "batch", "microbatch", "local_batch", "pipeline_microbatch",

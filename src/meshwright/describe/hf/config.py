@@ -18,13 +18,6 @@ from meshwright.errors import MeshwrightError, kind_of
 from meshwright.units import Json
 
 MOST_BYTES = 2_000_000
-DEEPSEEK_V3 = {
-    "q_lora_rank": 1536,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 3,
-    "n_routed_experts": 256,
-    "moe_intermediate_size": 2048,
-}
 # Values a config may omit because they are the defaults of its class (nested configs are saved as differences).
 DEFAULTS: dict[str, dict[str, int]] = {
     "glm4_moe": {"moe_intermediate_size": 1408, "num_key_value_heads": 8},
@@ -33,8 +26,8 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "smollm3": {"num_key_value_heads": 4},
     "starcoder2": {"num_key_value_heads": 2},
     "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407},
-    "deepseek_v3": DEEPSEEK_V3,
-    "deepseek_v32": DEEPSEEK_V3,
+    "deepseek_v3": {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_routed_experts": 256,
+                    "moe_intermediate_size": 2048},
     "gemma": {"num_key_value_heads": 16, "head_dim": 256},
     "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
@@ -58,6 +51,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "opt": {"max_position_embeddings": 2048},
     "gpt_bigcode": {"max_position_embeddings": 1024},
 }  # fmt: skip
+DEFAULTS["deepseek_v32"] = DEFAULTS["deepseek_v3"]
 # Keys of a family, and the names under which most families have them.
 GPT = {"n_embd": "hidden_size", "n_embed": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
        "n_inner": "intermediate_size", "n_positions": "max_position_embeddings", "activation_function": "hidden_act"}  # fmt: skip
