@@ -302,22 +302,12 @@ def test_a_published_power_limit_lowers_the_clock():
     ("text", "stack"),
     [
         ("megatron-core", "megatron-core"), ("NeMo Automodel", "automodel"), ("TorchTitan (FSDP2)", "torchtitan"), ("FMS", "fms-fsdp"),
-        ("JAX (MaxText)", "maxtext"), ("Megatron-DeepSpeed", "megatron-deepspeed"), ("InternEvo", "internevo"), ("", None), ("own code", None),
+        ("JAX (MaxText)", "maxtext"), ("AXLearn (JAX)", "axlearn"), ("Levanter", "levanter"), ("Megatron-DeepSpeed", "megatron-deepspeed"), ("InternEvo", "internevo"), ("", None), ("own code", None),
     ],
 )  # fmt: skip
 def test_frameworks_are_understood_however_they_are_written(text, stack):
     assert stack_of(text) == stack
     assert stack is None or stack in catalog.names("stacks")
-
-
-def test_automodel_keeps_moments_in_16_bits_and_no_masters():
-    run = {"stack": "NeMo Automodel", "zero": "3", "dtype": "bf16"}
-    flat, piped = (apply_readings(case(**run, pp=pp, dp=dp)).plan for pp, dp in (("1", "4"), ("2", "2")))
-    assert (flat.master, flat.state_dtype, flat.grad_dtype) == (False, "bf16", "bf16")
-    assert (piped.master, piped.grad_dtype) == (
-        False,
-        "fp32",
-    )  # stages add up micro-batches in the dtype of the reduction
 
 
 def test_selective_checkpointing_of_fms_recomputes_a_share_of_the_layers():
@@ -340,21 +330,72 @@ def test_an_unpublished_zero_stage_is_the_usual_one_of_the_framework(stack, zero
     assert any(text.startswith(f"ZeRO: {zero}, usual in") for text in found.assumed)
 
 
-@pytest.mark.parametrize(("pp", "gradients"), [("1", "bf16"), ("2", "fp32")])
-def test_automodel_has_one_copy_of_weights_and_moments_in_16_bits(pp, gradients):
-    plan = case(stack="automodel", zero="3", pp=pp, dp=str(32 // int(pp))).plan
+ONE_MICRO_BATCH = {"pp": "1", "dp": "32", "global_batch": "32"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "gradients"),
+    [(ONE_MICRO_BATCH, "bf16"), (ONE_MICRO_BATCH | {"global_batch": "64"}, "fp32"), ({"pp": "2", "dp": "16"}, "fp32")],
+)
+def test_automodel_has_one_copy_of_weights_and_moments_in_16_bits(changes, gradients):
+    """Micro-batches are added up in the dtype of the reduction."""
+    plan = case(stack="NeMo Automodel", zero="3", **changes).plan
     assert (plan.master, plan.state_dtype, plan.grad_dtype) == (False, "bf16", gradients)
-    assert case(stack="torchtitan", zero="3", pp=pp, dp=str(32 // int(pp))).plan.master
+    assert case(stack="torchtitan", zero="3", **changes).plan.master
     kept = {stack: states(stack) for stack in ("automodel", "torchtitan", "maxtext")}
-    assert kept["automodel"] == pytest.approx(kept["torchtitan"] / 2, rel=1e-3)  # 2 + 2 + 4 bytes and 4 + 4 + 8
-    assert kept["maxtext"] == pytest.approx(kept["torchtitan"], rel=1e-3)
+    weights = {stack: parts["parameters"] + parts["optimizer"] for stack, parts in kept.items()}
+    assert weights["automodel"] == pytest.approx(weights["torchtitan"] / 2, rel=1e-3)  # 2 + 4 bytes and 4 + 8
+    assert weights["maxtext"] == pytest.approx(weights["torchtitan"], rel=1e-3)
 
 
-def states(stack):
+def states(stack, **changes):
     """GiB of weights, gradients and moments on a rank of a run without a pipeline."""
-    (found,) = predict_rows([{**BASE, "stack": stack, "zero": "3", "pp": "1", "dp": "32"}])
+    (found,) = predict_rows([{**BASE, **ONE_MICRO_BATCH, "stack": stack, "zero": "3", **changes}])
     (parts,) = found.prediction.memory_by_stage
-    return parts["parameters"] + parts["gradients"] + parts["optimizer"]
+    return parts
+
+
+def test_gradients_of_micro_batches_are_whole_until_automodel_reduces_them():
+    """In fp32, on every rank: 4 bytes of half the parameters (tp 2), of which torchtitan keeps a 32nd and reduces it each time."""
+    many = {"global_batch": "64", "params": "6.74e9"}
+    assert case(stack="automodel", zero="3", **ONE_MICRO_BATCH | many).plan.reduce == "step"
+    assert case(stack="torchtitan", zero="3", **ONE_MICRO_BATCH | many).plan.reduce == "auto"
+    whole = 4 * 6.74e9 / 2 / 2**30
+    assert states("automodel", **many)["gradients"] == pytest.approx(whole, rel=0.01)
+    assert states("torchtitan", **many)["gradients"] == pytest.approx(whole / 32, rel=0.01)
+
+
+def test_automodel_keeps_weights_of_models_with_expert_parallelism_gathered():
+    dense, experts = case(stack="automodel", zero="3", **ONE_MICRO_BATCH), case(**EXPERTS, stack="automodel")
+    assert dense.plan.reshard
+    assert not experts.plan.reshard
+    assert case(**EXPERTS, stack="torchtitan").plan.reshard
+
+
+@pytest.mark.parametrize(
+    ("stack", "gradients", "reduced"),
+    [("maxtext", "fp32", "bf16"), ("AXLearn", "bf16", "bf16"), ("fms-fsdp", "fp32", "bf16"), ("torchtitan", "fp32", "fp32")],
+)
+def test_gradients_are_reduced_in_the_dtype_of_the_framework(stack, gradients, reduced):
+    plan = case(stack=stack, zero="3", **ONE_MICRO_BATCH).plan
+    assert (plan.grad_dtype, plan.reduce_dtype) == (gradients, reduced)
+
+
+@pytest.mark.parametrize(("notes", "overlaps"), [("", False), ("AsyncTP", True), ("asynchronous tensor parallel", True)])
+def test_torchtitan_overlaps_tensor_parallelism_where_a_run_says_so(notes, overlaps):
+    plan = case(stack="torchtitan", zero="3", **ONE_MICRO_BATCH, notes=notes).plan
+    assert ("tp" in plan.overlap) == overlaps
+    assert "dp" in plan.overlap
+    assert "tp" in case(stack="megatron-core", zero="1").stack.overlap
+
+
+@pytest.mark.parametrize(("stack", "recompute"), [("Levanter", "full"), ("fms-fsdp", "none"), ("torchtitan", None)])
+def test_an_unpublished_recompute_is_the_usual_one_of_the_framework(stack, recompute):
+    """Where there is none, the least that fits: here none."""
+    (found,) = predict_rows([{**BASE, **ONE_MICRO_BATCH, "stack": stack, "zero": "3", "recompute_mode": ""}])
+    assert found.plan.recompute == (recompute or "none")
+    (text,) = (text for text in found.case.assumed if text.startswith("recompute:"))
+    assert ("usual in" in text) == (recompute is not None)
 
 
 EXPERTS = {
@@ -393,3 +434,9 @@ def test_hybrid_sharding_keeps_a_copy_of_the_weights_in_each_node():
     assert (hybrid.replicate, hybrid.shard) == (8, 8)
     whole = case(**changes, zero_fsdp="FSDP").plan
     assert (whole.replicate, whole.shard) == (1, 64)
+    usual = case(**changes)  # fms-fsdp's own default
+    assert (usual.plan.replicate, usual.plan.shard) == (8, 8)
+    assert "sharding: over 8 ranks of a node, usual in fms-fsdp" in usual.assumed
+    assert case(**changes | {"stack": "torchtitan"}).plan.shard == 64
+    stated = case(**changes, zero_fsdp="data=-1, fsdp=16").plan
+    assert (stated.replicate, stated.shard) == (4, 16)

@@ -218,6 +218,18 @@ def test_zero_1_with_one_all_reduce_after_backward_hides_nothing():
     assert replicas[0] == replicas[1]  # only ZeRO reduces so
 
 
+def test_zero_1_that_all_reduces_in_buckets_hides_longer_messages_behind_backward():
+    """InternEvo: an all-reduce of every bucket, of which each rank uses its shard."""
+    plan, fields = Plan(shard=16, zero=1), {"flat_shards": True, "gathers_ahead": False, "overlap": ("dp",)}
+    scattered, reduced = (cost(plan, **fields, zero_reduction=kind) for kind in ("buckets", "all-reduce"))
+    ops = [next(op for op in c.program.closing if op.name == "reduce-gradients") for c in (scattered, reduced)]
+    assert [op.collective for op in ops] == ["reduce_scatter", "all_reduce"]
+    assert one(ops[0].count) == one(ops[1].count)
+    assert one(ops[0].message_bytes) == one(ops[1].message_bytes)
+    assert one(reduced.reduce) > one(scattered.reduce)
+    assert one(reduced.exposed["dp"]) < one(reduced.reduce)
+
+
 def test_tensors_of_a_layer():
     """GPT-2 has four matrices and two norms, all with biases; query, key and value are three matrices where projections are separate. Llama has no
     biases, and gate and up."""

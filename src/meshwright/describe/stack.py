@@ -189,13 +189,23 @@ class Stack(Described):
     """weights in bf16 are the only ones: moments and gradients are in bf16 as well (gradients in fp32 where a pipeline adds them up)"""
     usual_zero: Stage = 1
     """ZeRO stage of a published run that does not state it"""
+    usual_recompute: Literal["", "none", "selective", "full"] = ""
+    """what the framework recomputes unless it is told otherwise, in a published run that does not say; "": the least that fits"""
+    usual_sharding: Literal["all", "node"] = "all"
+    """ranks over which ZeRO-3 shards in a published run that does not say. node: hybrid sharding, a copy of the weights in each node"""
+    asks_overlap: tuple[Axis, ...] = ()
+    """axes of `overlap` that a setting switches on, which is off by default: published runs overlap them where they say so"""
+    defers_reduction: bool = False
+    """ZeRO-3 without a pipeline: gradients of micro-batches are added up whole and reduced once per step, unless settings say otherwise"""
+    keeps_expert_weights: bool = False
+    """ZeRO-3 with expert parallelism: weights stay gathered from forward to backward, unless settings say otherwise"""
     usual_routing: Literal["learned", "consecutive"] = "learned"
     """how published runs route tokens to experts. consecutive: a gate for benchmarks gives token i the experts i·k to i·k + k − 1, modulo
     their number"""
     flat_shards: bool = False
     """ZeRO-1 and 2 shard one flat buffer in buckets; otherwise each unit, with the rows of each tensor padded to the ranks"""
-    zero_reduction: Literal["buckets", "whole"] = "buckets"
-    """ZeRO-1 and 2 reduce-scatter gradients in buckets; or all-reduce them whole in one call after backward"""
+    zero_reduction: Literal["buckets", "all-reduce", "whole"] = "buckets"
+    """ZeRO-1 and 2 reduce-scatter gradients in buckets; or all-reduce them in buckets; or all-reduce them in one call after backward"""
     gathers_ahead: bool = True
     """ZeRO-1 and 2 gather updated parameters in buckets behind the next forward where data parallelism overlaps; otherwise in one call that the next
     forward waits for"""
@@ -222,6 +232,8 @@ class Stack(Described):
     """axes, fastest first"""
     gradient_dtype: str = "fp32"
     """dtype gradients are accumulated and reduced in"""
+    reduction_dtype: str = ""
+    """dtype gradients are reduced in; "": that in which they are accumulated"""
     compute_slowdown: float = Field(default=0.1, ge=0, lt=1)
     """share of compute lost while communication runs"""
     saved: float = Field(default=1.0, gt=0, le=10)

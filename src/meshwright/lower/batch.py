@@ -280,9 +280,14 @@ class Batch(PlanArrays):
         return (self.zero >= 1) & (self.size(DATA_AXES[group].shard) > 1)
 
     @property
+    def all_reduced(self) -> Column | np.bool:
+        """Mark plans in which ZeRO-1 and 2 all-reduce the gradients, as the stack does it."""
+        return (self.zero >= 1) & (self.zero < 3) if self.stack.zero_reduction != "buckets" else np.False_
+
+    @property
     def reduced_whole(self) -> Column | np.bool:
-        """Mark plans in which ZeRO-1 and 2 all-reduce the gradients in one call after backward, as the stack does it."""
-        return (self.zero >= 1) & (self.zero < 3) if self.stack.zero_reduction == "whole" else np.False_
+        """Mark plans in which they do so in one call after backward."""
+        return self.all_reduced if self.stack.zero_reduction == "whole" else np.False_
 
     @property
     def average_bytes(self) -> Column:

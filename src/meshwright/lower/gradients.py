@@ -3,7 +3,7 @@
     zero 0   all-reduce of the gradients over dp·cp, in buckets
     zero 1   reduce-scatter, the optimizer on one shard, all-gather of the parameters: the same bytes as an all-reduce, apart from
              rows padded to a multiple of the ranks; unit by unit, or in buckets where a stack shards flat buffers (`flat_shards`).
-             A stack with `zero_reduction = "whole"` all-reduces all gradients in one call instead: twice the bytes
+             A stack with another `zero_reduction` all-reduces gradients, in buckets or in one call: twice the bytes
     zero 2   the same; gradients are kept only as shards, so each micro-batch reduces (unless the plan accumulates them whole)
     zero 3   parameters are kept as shards: each unit gathers them forward and (if freed) backward, 1.5× the bytes of zero 0
     hybrid   shard inside a group, then all-reduce the shard over the replicas
@@ -91,7 +91,7 @@ def data_parallel_ops(b: Batch, group: str, messages: Sequence[GradientMessage],
     """Return the operations of these messages in a step. Messages of ZeRO-3 belong to the blocks they overlap with (`unit_ops`); `zero_3`
     lists them here as well."""
     whole, shard, _ = DATA_AXES[group]
-    scattered, m = b.sharded(group) & ~b.reduced_whole, np.maximum(b.microbatches, 1.0)
+    scattered, m = b.sharded(group) & ~b.all_reduced, np.maximum(b.microbatches, 1.0)
     on = (b.size(whole) > 1) & np.equal(b.average_every, 0) & (zero_3 | ~(scattered & (b.zero == 3)))
     in_units, rounds = scattered & b.units, {True: b.reduce_each, False: b.reduce_whole}
     total: dict[tuple[str, str, str], list[Array]] = {}

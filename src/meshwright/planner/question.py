@@ -91,6 +91,8 @@ def base_plan(config: Config) -> Plan:
         fields.pop(name, None)
     if "plan.grad_dtype" not in config.origins:
         fields["grad_dtype"] = config.stack.gradient_dtype
+        if "plan.comm_dtype" not in config.origins and config.stack.reduction_dtype != config.stack.gradient_dtype:
+            fields["comm_dtype"] = config.stack.reduction_dtype or None
     return Plan(**fields)
 
 

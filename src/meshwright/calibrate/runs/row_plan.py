@@ -11,6 +11,7 @@ from meshwright.describe import catalog
 from meshwright.describe.catalog import accelerator_of
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.plan import Plan, in_framework
+from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.units import Json
 
@@ -116,20 +117,21 @@ def read_plan(c: PublishedRun) -> None:
     """Set the plan and the workload of a case whose model, cluster and stack are known."""
     d, workload = _degrees(c, c.cluster.world), _workload(c)
     fields: Json = {"tp": d.tp, "cp": d.cp, "pp": d.pp, "microbatch": _microbatch(c, d, workload.batch)}
-    fields |= _stages(c, d.pp, c.model.layers) | _sequence_parallel(c, d.tp) | _sharding(c, d)
+    several = workload.batch > fields["microbatch"] * d.dp  # micro-batches
+    fields |= _stages(c, d.pp, c.model.layers) | _sequence_parallel(c, d.tp) | _sharding(c, d, several)
     if c.model.experts:
         fields |= _experts(c, d)
     if d.cp > 1 and c.stack.can.cp_kinds:
         fields["cp_kind"] = c.stack.can.cp_kinds[0]
     if workload.precision in c.stack.gathers_narrow and fields["sp"]:
         fields["gather_dtype"] = "fp8"
-    mode = c.row["recompute_mode"]
+    mode = c.row["recompute_mode"] or c.stack.usual_recompute
     plan = in_framework(Plan(**fields, recompute=mode or "none"), c.model, c.stack)
     if "ep" in c.row["overlap"]:
         plan = plan.but(overlap=(*plan.overlapped(c.stack, c.cluster.node_size), "ep"))
     c.config = c.config.but(plan=plan, workload=workload)
-    if not mode:
-        c.assumed.append("recompute: the least that fits")
+    if not c.row["recompute_mode"]:
+        c.assumed.append(f"recompute: {mode}, usual in {_framework(c.stack)}" if mode else "recompute: the least that fits")
 
 
 def _degrees(c: PublishedRun, gpus: int) -> RowDegrees:
@@ -218,12 +220,13 @@ def _sequence_parallel(c: PublishedRun, tp: int) -> dict[str, bool]:
     return {"sp": tp > 1}
 
 
-def _sharding(c: PublishedRun, d: RowDegrees) -> Json:
-    """ZeRO, and the dtypes and buckets of gradients, which follow from the stack."""
+def _sharding(c: PublishedRun, d: RowDegrees, several: bool) -> Json:
+    """ZeRO, and the dtypes and buckets of gradients, which follow from the stack. FSDP adds up those of several micro-batches in the dtype of their
+    reduction."""
     r, stack = c.row, c.stack
     zero = integer(r["zero"]) if r["zero"] else stack.usual_zero
     if not r["zero"]:
-        c.assumed.append(f"ZeRO: {zero}, usual in {stack.can.framework or stack.name}")
+        c.assumed.append(f"ZeRO: {zero}, usual in {_framework(stack)}")
     sharded = zero > 0 and d.dp * d.cp > 1
     replicas = _replicas(c, d) if zero == 3 else 1
     pure = stack.name == "composer-fsdp" and "pure" in r["zero_fsdp"].lower()
@@ -232,27 +235,52 @@ def _sharding(c: PublishedRun, d: RowDegrees) -> Json:
         "shard": d.dp // replicas if sharded else 1,
         "zero": zero if sharded else 0,
         "grad_dtype": stack.gradient_dtype,
-        "comm_dtype": stack.gradient_dtype,
+        "comm_dtype": stack.reduction_dtype or stack.gradient_dtype,
         "bucket": _bucket(c, d),
         "reduce": "step" if zero == 2 and d.pp > 1 else "auto",
         "master": not pure,
     }
-    if stack.name in ("composer-fsdp", "fms-fsdp"):
-        fields |= {"param_dtype": "bf16", "grad_dtype": "bf16" if pure else "fp32", "comm_dtype": "bf16"}
+    if pure:
+        fields["grad_dtype"] = "bf16"
     if stack.half_states:
-        fields |= {"master": False, "state_dtype": "bf16", "grad_dtype": "fp32" if d.pp > 1 else "bf16"}
+        added = d.pp > 1 or (several and stack.defers_reduction)
+        fields |= {"master": False, "state_dtype": "bf16", "grad_dtype": "fp32" if added else "bf16"}
+    on = tuple(axis for axis in stack.overlap if axis not in stack.asks_overlap or _says_overlap(c, axis))
+    if on != stack.overlap:
+        fields["overlap"] = on
     if zero == 3:  # ZeRO-3 prefetches its all-gathers even if the stack has no other overlap
-        fields["overlap"] = tuple(
-            dict.fromkeys(("dp", *stack.overlap, *(("cp",) if d.cp > 1 and stack.overlap else ())))
-        )
+        fields["overlap"] = tuple(dict.fromkeys(("dp", *on, *(("cp",) if d.cp > 1 and stack.overlap else ()))))
+        if stack.defers_reduction and several and d.pp == 1:
+            fields["reduce"] = "step"
+        if stack.keeps_expert_weights and integer(c.row["ep"]) > 1:
+            fields["reshard"] = False
     return fields
 
 
+def _framework(stack: Stack) -> str:
+    return stack.can.framework or stack.name
+
+
+def _says_overlap(c: PublishedRun, axis: str) -> bool:
+    """Whether the text of a row says that the messages of an axis overlap: "AsyncTP", "async-TP", "asynchronous tensor parallel"."""
+    names = {"tp": "tp|tensor"}.get(axis, axis)
+    text = " ".join(c.row[name] for name in ("overlap", "source", "table", "notes")).lower()
+    return re.search(rf"async(hronous)?[ _-]?({names})", text) is not None or axis in c.row["overlap"].split()
+
+
 def _replicas(c: PublishedRun, d: RowDegrees) -> int:
-    """Copies of the weights under hybrid sharding: one in each node, which is FSDP's default for it."""
-    inside = max(c.cluster.node_size // (d.tp * d.cp), 1)
-    hybrid = re.search(r"hsdp|hybrid", c.row["zero_fsdp"].lower()) and "hsdp" not in c.stack.can.without
-    return d.dp // inside if hybrid and d.dp % inside == 0 else 1
+    """Copies of the weights under hybrid sharding: of the published number of ranks that share one ("data=-1, fsdp=8"), or one in each node, which
+    is FSDP's default for it."""
+    if "hsdp" in c.stack.can.without:
+        return 1
+    text = c.row["zero_fsdp"].lower()
+    stated, inside = re.search(r"\bfsdp ?= ?(\d+)", text), max(c.cluster.node_size // (d.tp * d.cp), 1)
+    if not stated and not text and c.stack.usual_sharding == "node" and inside < d.dp:
+        c.assumed.append(f"sharding: over {inside} ranks of a node, usual in {_framework(c.stack)}")
+    elif not stated and not re.search(r"hsdp|hybrid", text):
+        return 1
+    ranks = int(stated[1]) if stated else inside
+    return d.dp // ranks if ranks and d.dp % ranks == 0 else 1
 
 
 def _experts(c: PublishedRun, d: RowDegrees) -> dict[str, int]:

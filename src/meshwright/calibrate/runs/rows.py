@@ -20,7 +20,6 @@ What the free text of a row says of its stack and its schedule, where the column
     Triton in llm-foundry        the attention kernel `triton`, but for its large-scale sweep
     compiled blocks              the loss is eager, as in torchtitan before February 2025 (train.py: "compiling loss function causes CUDA errors")
     Megatron's functional tests  its defaults: no fused loss, which its performance recipes have
-    NeMo Automodel's recipes     torch's Adam on 16-bit parameters: no masters, moments in 16 bits
     fms-fsdp, selective          a share of the layers is recomputed whole
     Nemotron-4 340B on 8 stages  12 virtual stages, as the table of configurations of the same README says (`FACTS`)
 
@@ -242,8 +241,6 @@ def _stack_name(c: PublishedRun) -> str | None:
 
 def _precision(c: PublishedRun) -> Json:
     states = c.row["zero_fsdp"]
-    if c.stack.name == "automodel":  # as `interop.frameworks.automodel` reads its recipes
-        return {"master": False, "state_dtype": "bf16", "grad_dtype": "fp32" if c.plan.pp > 1 else "bf16"}
     if c.row["file"] == BF16_GRADIENTS:
         return {"grad_dtype": "bf16", "comm_dtype": "bf16"}
     if "autocast" in states:

@@ -13,7 +13,8 @@ Figures are macro-averaged over sources, so that a source with a thousand rows h
 Predictions of published runs. Runs of one model, cluster and stack are lowered and costed together, as one batch of plans; they may differ in
 their global batch, and in the number of GPUs where it changes no link's rate.
 
-A row that does not publish its recompute is predicted with the least that fits (none, selective, a quarter, half, three quarters of the
+A row that does not publish its recompute is predicted with what its framework does unless it is told otherwise (`Stack.usual_recompute`); where
+frameworks differ from recipe to recipe, with the least that fits (none, selective, a quarter, half, three quarters of the
 layers, all); if even that does not fit, without any, so that a wrong memory prediction does not change the predicted time.
 """
 
@@ -139,7 +140,7 @@ def _predict(together: list[Outcome], responding: list[Outcome]) -> None:
     """Set the predictions of runs of one problem, and the step times of some of them at the points of the grid. All are costed as one batch,
     first every run with the numbers of its stack, then the points of each responding run."""
     first = together[0].case
-    unknown = [o for o in together if not o.case.row.get("recompute_mode")]
+    unknown = [o for o in together if not (o.case.row.get("recompute_mode") or first.stack.usual_recompute)]
     least = dict(zip(map(id, unknown), _least_that_fits(unknown), strict=True))
     for o in together:
         o.plan = least.get(id(o)) or o.case.plan

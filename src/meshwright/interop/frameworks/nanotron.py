@@ -217,4 +217,4 @@ LEVANTER_TABLE = Table(
     derive=_derive_levanter,
 )  # fmt: skip
 
-LEVANTER = Framework(name="levanter", title="levanter", stack="maxtext", form="yaml", table=LEVANTER_TABLE)
+LEVANTER = Framework(name="levanter", title="levanter", stack="levanter", form="yaml", table=LEVANTER_TABLE)
