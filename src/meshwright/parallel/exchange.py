@@ -106,8 +106,10 @@ def in_order(tensor: Tensor) -> Tensor:
 Collective = Callable[[Tensor, ProcessGroup, int], Tensor]
 
 
-def pair(there: Collective, back: Collective) -> Callable[..., Tensor]:
-    """A function of (tensor, group, dim) that computes `there`, and whose backward computes `back` of the gradient."""
+def pair(there: Collective, back: Collective, transposed: bool = False) -> Callable[..., Tensor]:
+    """A function of (tensor, group, dim) that computes `there`, and whose backward computes `back` of the gradient. `transposed`: the operator
+    in `there` has this gradient already. A compiled graph then needs no function around it, inside of which torch 2.11 forgets what
+    `torch.utils.checkpoint` said of the operator: that backward computes it again (`regather`)."""
 
     class Exchange(torch.autograd.Function):
         @staticmethod
@@ -121,6 +123,8 @@ def pair(there: Collective, back: Collective) -> Callable[..., Tensor]:
             return back(gradient, ctx.group, ctx.dim), None, None
 
     def exchange(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
+        if transposed and torch.compiler.is_compiling():
+            return there(x, group, dim)
         return Exchange.apply(x, group, dim)
 
     return exchange
@@ -142,7 +146,7 @@ def sum_in_place(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 copy_in = pair(lambda x, group, dim: x.view_as(x), lambda g, group, dim: all_reduce(g, group))
 reduce_out = pair(sum_in_place, lambda g, group, dim: g)
-gather_in = pair(lambda x, *where: all_gather(x, *where), lambda g, *where: reduce_scatter(g, *where))
-scatter_out = pair(lambda x, *where: reduce_scatter(x, *where), lambda g, *where: all_gather(g, *where))
+gather_in = pair(lambda x, *where: all_gather(x, *where), lambda g, *where: reduce_scatter(g, *where), True)
+scatter_out = pair(lambda x, *where: reduce_scatter(x, *where), lambda g, *where: all_gather(g, *where), True)
 join = pair(lambda x, *where: all_gather(x, *where), own_slice)
 divide = pair(own_slice, lambda g, *where: all_gather(g, *where))

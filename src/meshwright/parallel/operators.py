@@ -6,10 +6,11 @@ group as a Python object, and neither fits into a graph. Here each collective is
     meshwright::all_reduce(x, operation, group)   meshwright::all_gather(x, group)   meshwright::reduce_scatter(x, group)
     meshwright::all_to_all(x, group)
 
-The compiler knows the shape of the result and nothing else, so it neither removes, reorders nor splits such an operator, and all ranks
-run the same order. At run time the operator calls `torch.distributed` as eager code does: the same backend, also ours, and the same
-recorder of communication see it. torch's functional collectives would also be traceable; inductor may reorder those to overlap
-them, but a sum inside a layer has nothing to overlap with, and they bypass what records and checks our calls.
+The compiler knows the shape of the result, and that a gather and a reduce-scatter are each other's gradient, but nothing else: it neither
+removes, reorders nor splits such an operator, and all ranks run the same order. At run time the operator calls `torch.distributed` as eager
+code does: the same backend, also ours, and the same recorder of communication see it. torch's functional collectives would also be
+traceable; inductor may reorder those to overlap them, but a sum inside a layer has nothing to overlap with, and they bypass what records
+and checks our calls.
 
 Private names of torch: `distributed_c10d._resolve_process_group`, the group of a name.
 """
@@ -78,6 +79,14 @@ def reduce_scatter(x: Tensor, group: str) -> Tensor:
 @reduce_scatter.register_fake
 def _(x: Tensor, group: str) -> Tensor:
     return x.new_empty((x.shape[0] // group_named(group).size(), *x.shape[1:]))
+
+
+def remember_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+all_gather.register_autograd(lambda ctx, g: (reduce_scatter(g, ctx.group), None), setup_context=remember_group)
+reduce_scatter.register_autograd(lambda ctx, g: (all_gather(g, ctx.group), None), setup_context=remember_group)
 
 
 @torch.library.custom_op("meshwright::all_to_all", mutates_args=())
