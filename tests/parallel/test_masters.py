@@ -24,7 +24,7 @@ def piece(values, dtype=torch.bfloat16, sums=None, trained=True):
     """A parameter whose gradient is twice its value, accumulated in `sums`."""
     parameter = nn.Parameter(torch.tensor(values, dtype=dtype), requires_grad=trained)
     if trained:
-        parameter.grad_dtype = sums or dtype
+        parameter.grad_dtype = None
         parameter.grad = (2 * parameter.detach()).to(sums or dtype)
     shape = tuple(parameter.shape)
     return Piece(Box(Parameter("weight", shape, "between"), (0,), shape, (), True), parameter, ("weight",))
@@ -36,7 +36,7 @@ def piece(values, dtype=torch.bfloat16, sums=None, trained=True):
         (torch.bfloat16, torch.float32, {}, torch.float32),
         (torch.float16, None, {}, torch.float32),
         (torch.float32, None, {}, None),
-        (torch.bfloat16, None, {"master": False}, None),
+        (torch.bfloat16, None, {"master": False, "grad_dtype": "bf16"}, None),
         (torch.bfloat16, torch.float32, {"master": False}, torch.bfloat16),
         (torch.float64, None, {"offload": "states"}, torch.float64),
         (torch.bfloat16, None, {"offload": "both"}, torch.float32),

@@ -42,7 +42,7 @@ from torch.torch_version import TorchVersion
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.data.buckets import Buckets
-from meshwright.parallel.data.reduction import Reduction, reductions_in
+from meshwright.parallel.data.reduction import LocalGradients, Reduction, reductions_in
 from meshwright.parallel.mesh import Mesh
 from meshwright.programs.pipelines.program import PipelineProgram
 
@@ -143,9 +143,9 @@ class Stage(PipelineStage):
         return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _begin(self) -> None:
-        """Before a micro-batch has gradients: send those of the previous one, if each is reduced separately."""
+        """Before a micro-batch has gradients: convert those of the previous one, or send them, if each is reduced separately."""
         for part in reductions_in([self.reduction]):
-            if isinstance(part, Buckets) and part.per_microbatch:
+            if isinstance(part, LocalGradients) or (isinstance(part, Buckets) and part.per_microbatch):
                 part.begin(last=False)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

@@ -67,7 +67,7 @@ class Buckets:
         self._views: dict[Tensor, Tensor] = {}
         for p, start in zip(parameters, starts, strict=False):
             if dtype is not None and dtype != p.dtype:
-                p.grad_dtype = dtype  # autograd then adds a narrow gradient into the wide one
+                p.grad_dtype = None  # autograd adds a narrow gradient into the wide one as it is; if asked for `dtype`, it converts a copy first
             p.grad = self._views[p] = self.flat[start : start + p.numel()].view_as(p)
             message = bisect_right(self.edges, start) - 1
             self._messages_of[p] = range(message, bisect_left(self.edges, start + p.numel()))

@@ -33,17 +33,25 @@ from meshwright.parallel.pieces import Piece
 
 class LocalGradients(Gradients):
     """Gradients that are not summed with any other rank's: autograd's own tensors, allocated while backward frees
-    activations, and freed after the update. A flat buffer for them would take memory in addition to the activations of forward."""
+    activations, and freed after the update. A flat buffer for them would take memory in addition to the activations of forward.
+
+    With a wider `dtype` the gradients of the first micro-batch are converted before the next one's are added to them."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None = None) -> None:
-        self.parameters = list(parameters)
-        for p in self.parameters:
-            p.grad_dtype = dtype or p.dtype
+        self.parameters, self.dtype = list(parameters), dtype
+        for p in self.parameters if dtype else ():
+            p.grad_dtype = None  # any: a narrow gradient is added into the wide one as it is
+
+    def begin(self, last: bool) -> None:
+        for p in self.parameters if self.dtype else ():
+            if p.grad is not None and p.grad.dtype != self.dtype:
+                p.grad = p.grad.to(self.dtype)
 
     def finish(self) -> None:
+        self.begin(last=True)
         for p in self.parameters:
             if p.grad is None and p.requires_grad:  # unused in this step
-                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
+                p.grad = torch.zeros_like(p, dtype=self.dtype)
 
     def zero(self) -> None:
         for p in self.parameters:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.describe.plan import Plan
 from meshwright.models.parts import at_least_single as at_least_single
@@ -129,7 +130,11 @@ def masters_of(pieces: list[Piece], plan: Plan) -> Masters | None:
     if plan.offload in ("states", "both"):
         return Masters(pieces, wide, "cpu")
     # Optimizers need gradients in the dtype of the parameter, so wider gradients are copied to masters of the same dtype.
-    wider = any(p.parameter.requires_grad and p.parameter.grad_dtype not in (None, dtype) for p in pieces)
+    wider = (
+        narrow(dtype)
+        and DTYPES[plan.grad_dtype] != dtype
+        and not all(isinstance(p.parameter, DTensor) for p in pieces if not p.frozen)
+    )
     return Masters(pieces, wide) if wide != dtype or wider else None
 
 
