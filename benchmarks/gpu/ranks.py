@@ -191,6 +191,7 @@ def details(name: str, trainer: Any, fills: Any, phases: Phases, out: Path, fold
     """Append the kernels of a profiled step, those of a step that repeats the copies of the measurement, what the host did in another,
     and what filled the memory at the peak."""
     import torch
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     from meshwright.explain.memory_snapshot import read_snapshot
@@ -222,22 +223,18 @@ def details(name: str, trainer: Any, fills: Any, phases: Phases, out: Path, fold
         trainer.train(1)
         torch.cuda.memory._dump_snapshot(str(snapshot))
         torch.cuda.memory._record_memory_history(enabled=None)
-    found.export_chrome_trace(str(trace))
-    events = json.loads(trace.read_text("utf-8"))["traceEvents"]
-    events = [e for e in events if e.get("ph") == "X" and e.get("cat") in timeline.ON_DEVICE]
-    trace.write_text(json.dumps([[e["name"][:160], e["ts"], e["dur"], e.get("tid")] for e in events]), "utf-8")
-    groups = timeline.of_trace({"traceEvents": events, "otherData": {"steps": [0, 0]}})
+    # Not the exported trace, in which torch 2.11 wrote durations of zero.
+    events = [e for e in found.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    spans = [(e.name[:160], e.time_range.start / 1e6, e.time_range.end / 1e6) for e in events]
+    trace.write_text(json.dumps([[*span, e.thread] for span, e in zip(spans, events, strict=True)]), "utf-8")
     kernels: dict[str, list[float]] = {}
-    for event in events:
-        sums = kernels.setdefault(event["name"][:120], [0, 0.0])
+    for kernel, start, end in spans:
+        sums = kernels.setdefault(kernel[:120], [0, 0.0])
         sums[0] += 1
-        sums[1] += event["dur"] / 1e6
+        sums[1] += end - start
     more = {e.key[:120]: [e.count, e.self_device_time_total / 1e6] for e in repeated.key_averages()}
-    largest = sorted(kernels.items(), key=lambda item: -item[1][1])[:60]
-    append(
-        out,
-        {"kernels": {"layout": name, "groups_s": groups, "largest": [[n, *s, *more.get(n, ())] for n, s in largest]}},
-    )
+    rows = [[n, *sums, *more.get(n, ())] for n, sums in sorted(kernels.items(), key=lambda item: -item[1][1])[:60]]
+    append(out, {"kernels": {"layout": name, "groups_s": timeline.by_group(spans), "largest": rows}})
     operators = sorted(host.key_averages(), key=lambda e: -e.self_cpu_time_total)
     launches = {e.key: e.count for e in operators if e.key.startswith(("cuda", "cuLaunch"))}
     row = {"layout": name, "issued_s": issued_s, "whole_s": whole_s, "launches": launches}

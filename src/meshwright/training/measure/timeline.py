@@ -59,7 +59,11 @@ def of_trace(trace: Json) -> dict[str, float]:
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in ON_DEVICE]
     kernels = [(e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events]
     first, last = trace["otherData"]["steps"]
-    steps = last - first + 1
+    return by_group(kernels, last - first + 1)
+
+
+def by_group(kernels: Sequence[tuple[str, float, float]], steps: int = 1) -> dict[str, float]:
+    """Seconds per step by group of kernels that ran from one time to another."""
     found, busy = dict.fromkeys(GROUPS, 0.0), union((start, end) for _, start, end in kernels)
     if not busy:
         return {}
