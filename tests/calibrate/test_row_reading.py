@@ -302,7 +302,8 @@ def test_a_published_power_limit_lowers_the_clock():
     ("text", "stack"),
     [
         ("megatron-core", "megatron-core"), ("NeMo Automodel", "automodel"), ("TorchTitan (FSDP2)", "torchtitan"), ("FMS", "fms-fsdp"),
-        ("JAX (MaxText)", "maxtext"), ("AXLearn (JAX)", "axlearn"), ("Levanter", "levanter"), ("Megatron-DeepSpeed", "megatron-deepspeed"), ("InternEvo", "internevo"), ("", None), ("own code", None),
+        ("JAX (MaxText)", "maxtext"), ("AXLearn (JAX)", "axlearn"), ("Levanter", "levanter"), ("Megatron-DeepSpeed", "megatron-deepspeed"),
+        ("InternEvo", "internevo"), ("", None), ("own code", None),
     ],
 )  # fmt: skip
 def test_frameworks_are_understood_however_they_are_written(text, stack):
@@ -374,14 +375,21 @@ def test_automodel_keeps_weights_of_models_with_expert_parallelism_gathered():
 
 @pytest.mark.parametrize(
     ("stack", "gradients", "reduced"),
-    [("maxtext", "fp32", "bf16"), ("AXLearn", "bf16", "bf16"), ("fms-fsdp", "fp32", "bf16"), ("torchtitan", "fp32", "fp32")],
+    [
+        ("maxtext", "fp32", "bf16"),
+        ("AXLearn", "bf16", "bf16"),
+        ("fms-fsdp", "fp32", "bf16"),
+        ("torchtitan", "fp32", "fp32"),
+    ],
 )
 def test_gradients_are_reduced_in_the_dtype_of_the_framework(stack, gradients, reduced):
     plan = case(stack=stack, zero="3", **ONE_MICRO_BATCH).plan
     assert (plan.grad_dtype, plan.reduce_dtype) == (gradients, reduced)
 
 
-@pytest.mark.parametrize(("notes", "overlaps"), [("", False), ("AsyncTP", True), ("asynchronous tensor parallel", True)])
+@pytest.mark.parametrize(
+    ("notes", "overlaps"), [("", False), ("AsyncTP", True), ("asynchronous tensor parallel", True)]
+)
 def test_torchtitan_overlaps_tensor_parallelism_where_a_run_says_so(notes, overlaps):
     plan = case(stack="torchtitan", zero="3", **ONE_MICRO_BATCH, notes=notes).plan
     assert ("tp" in plan.overlap) == overlaps
@@ -440,3 +448,21 @@ def test_hybrid_sharding_keeps_a_copy_of_the_weights_in_each_node():
     assert case(**changes | {"stack": "torchtitan"}).plan.shard == 64
     stated = case(**changes, zero_fsdp="data=-1, fsdp=16").plan
     assert (stated.replicate, stated.shard) == (4, 16)
+
+
+def test_settings_of_a_recipe_are_read_from_its_row():
+    """Recomputed layers, modules that predict further tokens, the layers of each stage and fused experts."""
+    given = {
+        "model": "DeepSeek-V3", "gpu_type": "GB300", "gpus": "256", "tp": "1", "pp": "2", "vpp": "8", "schedule": "interleaved", "ep": "32",
+        "dp": "", "layers": "", "hidden": "", "ffn_hidden": "", "heads": "", "kv_heads": "", "vocab": "", "stack": "megatron-core",
+    }  # fmt: skip
+    read = case(
+        **given, recompute_mode="none", recompute_layers="0", mtp="1", stages="4*15 1", graphs="step", fused="experts"
+    )
+    assert not read.refused, read.refused
+    assert read.plan.layers_per_stage == (4,) * 15 + (1,)
+    assert (read.plan.recompute, read.model.mtp_layers) == ("none", 1)
+    assert {"experts", "norm"} <= set(read.stack.fused)
+    some = case(recompute_mode="full", recompute_layers="5")
+    assert (some.plan.recompute, some.plan.recompute_layers) == ("full", 5)
+    assert case(recompute_mode="full").plan.recompute_layers == 0

@@ -207,3 +207,33 @@ def test_block_formats_write_one_copy_beside_a_frozen_weight(precision, size):
     ops = [op for phase in "FI" for op in program.blocks["dense", phase]]
     operands = sum(one(op.shape[1] * op.shape[3]) for op in ops if op.kind == "gemm" and not op.dtype)
     assert sum(one(op.bytes) for op in ops if op.name.endswith("quantise")) == pytest.approx(size * operands)
+
+
+def test_fused_experts_activate_and_quantise_in_the_kernels_of_their_products():
+    """Left are the input of the first product and the gradient of the output of the second."""
+    fused, plain = (
+        lowered(MOE, WORK.but(precision="mxfp8"), stack=Stack(fused=names))
+        for names in (("activation", "experts"), ("activation",))
+    )
+    assert moved(fused, "experts-activation") == 0 < moved(plain, "experts-activation")
+    rows = {
+        op.name: one(op.shape[0] * op.shape[1] * op.shape[3]) for op in fused.blocks["moe", "F"] if op.kind == "gemm"
+    }
+    grads = {
+        op.name: one(op.shape[0] * op.shape[1] * op.shape[3]) for op in fused.blocks["moe", "I"] if op.kind == "gemm"
+    }
+    assert moved(fused, "experts-up-quantise") == pytest.approx(4 * rows["experts-up"])
+    assert moved(fused, "experts-down-quantise") == pytest.approx(4 * grads["experts-down-dgrad"])
+
+
+def test_biases_of_experts_are_scaled_row_by_row_where_routing_weights_multiply_before():
+    """Megatron adds them in float32: 28 bytes of an element forward and 40 backward; a plain bias is one pass and a sum."""
+    model = MOE.but(ffn_bias=True)
+    elements = (
+        moved(lowered(MOE), "permute") / 32
+    )  # there and back, forward and backward, two sorts of a read and a write of 16 bits
+    scaled, plain = (lowered(model, stack=Stack(weighs_activations=on)) for on in (True, False))
+    assert moved(scaled, "experts-bias") == pytest.approx((28 + 40) * elements)
+    assert moved(scaled, "experts-bias-grad") == pytest.approx(40 * elements)
+    assert moved(plain, "experts-bias") == pytest.approx((4 + 2) * elements)
+    assert moved(lowered(MOE), "experts-bias") == 0

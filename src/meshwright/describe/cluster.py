@@ -62,6 +62,10 @@ class Efficiency(Described):
     """large matrix products, sustained"""
     gemm_fp8: float = Field(default=0.0, ge=0, le=1)
     """large fp8 products; 0: as `gemm`"""
+    gemm_mxfp8: float = Field(default=0.0, ge=0, le=1)
+    """large products of fp8 with a scale per block; 0: as `gemm`"""
+    gemm_fp4: float = Field(default=0.0, ge=0, le=1)
+    """large fp4 products; 0: as `gemm`"""
     grouped: float = Field(default=1.0, gt=0)
     """rate of the products of several experts in one kernel, over that of one large product"""
     gemm_traffic: float = Field(default=0.35, ge=0)
@@ -94,7 +98,8 @@ class Efficiency(Described):
 
     def products(self, dtype: str) -> float:
         """The share of the peak rate of a dtype that large matrix products sustain."""
-        return self.gemm_fp8 if dtype == "fp8" and self.gemm_fp8 else self.gemm
+        narrow = {"fp8": self.gemm_fp8, "mxfp8": self.gemm_mxfp8, "fp4": self.gemm_fp4}
+        return narrow.get(dtype, 0.0) or self.gemm
 
     def attention(self, kernel: str) -> float:
         """The share of the peak rate that an attention kernel (`Stack.attention`) sustains."""

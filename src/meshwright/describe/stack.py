@@ -57,7 +57,7 @@ class Abilities(Described):
     """where these limits are stated"""
 
 
-Fused = Literal["norm", "activation", "rope", "bias-dropout", "softmax", "loss", "optimizer", "accumulate"]
+Fused = Literal["norm", "activation", "rope", "bias-dropout", "softmax", "loss", "optimizer", "accumulate", "experts"]
 Axis = Literal["dp", "tp", "cp", "pp", "ep"]
 Graphed = Literal["step", "attention", "router", "ffn"]
 Saves = Literal["sharded", "copied", "rank-0", "weights", "group", "device"]

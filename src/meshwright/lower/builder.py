@@ -16,6 +16,7 @@ what cancels. Pipeline sends, context parallelism and the exchanges of experts a
 products.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from meshwright.lower.footprint import degrees
 from meshwright.lower.program import NARROW, Array, Op, present
 
 # Bytes read to quantise an element to blocks, and those of a copy. fp4 also has a scale for the tensor, whose maximum is read first.
+QUANTISED_IN = ("F", "I")
 BLOCK_BYTES = {"mxfp8": (2.0, 1.0), "fp4": (4.0, 0.5)}
 # The matrices of products that are named otherwise, or join several; `q-latents`: what reads the gathered latents.
 JOINED = {
@@ -124,11 +126,13 @@ class BlockBuilder:
         products: Array = 1.0,
         launches: float = 1.0,
         dtype: str = "",
+        quantised: Sequence[str] = QUANTISED_IN,
     ) -> None:
         """Add a product and its two backward products: input gradient (m,k,n) and weight gradient (k,n,m). A frozen weight has no gradient; a
-        quantised one is brought to the dtype of the product first; an adapter adds its own two products."""
+        quantised one is brought to the dtype of the product first; an adapter adds its own two products. `quantised`: the phases in which a
+        kernel of its own quantises the input (F) and the gradient of the output (I) to blocks."""
         linears = self.matrices(name)
-        self.product(name, part, m, n, k, products, launches, dtype, self.trained_share(linears))
+        self.product(name, part, m, n, k, products, launches, dtype, self.trained_share(linears), quantised)
         if not self.m.adapter.on:
             return
         if packed := [linear for linear in linears if linear.packed]:
@@ -195,6 +199,7 @@ class BlockBuilder:
         launches: float,
         dtype: str,
         trained: float = 1.0,
+        quantised: Sequence[str] = QUANTISED_IN,
     ) -> None:
         """Add a product with its backward; the share `trained` of its outputs belongs to weights that have a gradient."""
         flops = 2.0 * products * m * n * k
@@ -220,17 +225,18 @@ class BlockBuilder:
         if precision in BLOCK_BYTES and not dtype:
             read, copy = BLOCK_BYTES[precision]
             size = read + copy * (2 if trained else 1)
-            self.quantise_blocks(name, part, size, products * m * k, products * m * n)
+            for phase, elements in (("F", products * m * k), ("I", products * m * n)):
+                if phase in quantised:
+                    self.quantise_blocks(phase, name, part, size, elements)
         elif precision == "fp8" and self.b.stack.fp8_passes and not dtype:
             weights = weights if self.fp8_base else products * k * n
             self.quantise(name, part, products * m * k, products * m * n, weights, trained > 0)
 
-    def quantise_blocks(self, name: str, part: str, size: float, inputs: Array, outputs: Array) -> None:
-        """Add the passes that bring the input and the gradient of the output of a product to a format with a scale per block. The blocks of a
+    def quantise_blocks(self, phase: str, name: str, part: str, size: float, elements: Array) -> None:
+        """Add the pass that brings the input or the gradient of the output of a product to a format with a scale per block. The blocks of a
         product and of the gradient of its weight lie along other dimensions, so one kernel reads 16 bits and writes both copies; beside a frozen
         weight only the first (Transformer Engine's module/linear.py: columnwise=backward_needs_input). Weights are quantised once a step."""
-        for phase, elements in (("F", inputs), ("I", outputs)):
-            self.memory(phase, f"{name}-quantise", part, elements, size, 2)
+        self.memory(phase, f"{name}-quantise", part, elements, size, 2)
 
     def quantise(
         self, name: str, part: str, inputs: Array, outputs: Array, weights: Array, trained: bool = True

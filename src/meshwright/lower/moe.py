@@ -16,11 +16,13 @@ width.
 
 import numpy as np
 
+from meshwright.lower.builder import QUANTISED_IN
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.program import Array
 
 COUNT_BYTES = 8.0
 ROUTE_LAUNCHES, PERMUTE_LAUNCHES = 20.0, 8.0
+TORCH_OPERATOR = 0.125  # host time of a bare operator of torch (8 µs) over that of a launch, which is one with a framework's module around it
 
 
 def experts(low: LayerLowering) -> None:
@@ -82,11 +84,34 @@ def _permute(low: LayerLowering, size: Array) -> None:
 
 
 def _experts(low: LayerLowering, tokens: Array) -> None:
-    """Grouped products: E/ep experts, each on its share of the tokens."""
+    """Grouped products: E/ep experts, each on its share of the tokens.
+
+    With `experts` in `Stack.fused` the first product activates and quantises its output, and backward of the second does so with the gradient
+    (Transformer Engine's ops/fused/grouped_mlp.py): no other kernel reads what lies between the two. The routing weights multiply there too, and
+    the bias of the second product, which such a stack has scaled by them, is part of its kernel."""
     b, m = low.b, low.m
     local = m.experts / b.ep
     each = np.maximum(tokens / local, 1.0)
-    width = m.expert_width / b.etp
-    low.gemm("experts-up", "experts", each, width * (2 if m.gated else 1), m.routed_width, products=local, launches=2)
-    low.activation("experts", tokens * width * low.element)
-    low.gemm("experts-down", "experts", each, m.routed_width, width, products=local, launches=2)
+    width, columns = m.expert_width / b.etp, 2 if m.gated else 1
+    fused = "experts" in low.fused
+    up, down = (("F",), ("I",)) if fused else (QUANTISED_IN, QUANTISED_IN)
+    low.gemm("experts-up", "experts", each, width * columns, m.routed_width, local, 2, quantised=up)
+    if not fused:
+        low.activation("experts", tokens * width * low.element)
+    low.gemm("experts-down", "experts", each, m.routed_width, width, local, 2, quantised=down)
+    if m.ffn_bias and not fused:
+        _add_bias(low, tokens * m.routed_width, local)
+
+
+def _add_bias(low: LayerLowering, elements: Array, experts: Array) -> None:
+    """Add each expert's bias to its outputs; backward sums its gradient. A stack that scales the bias by the routing weights of its rows, which are
+    float32, does so for one expert at a time and in float32 (Megatron's transformer/moe/experts.py, `_apply_bias`). In bytes of an element:
+
+        forward   bias · weights 4; sum 2 + 4 + 4; joining the experts 4 + 4; to 16 bits 4 + 2                                       28
+        backward  to float32 2 + 4; to 16 bits 4 + 2; joining the experts 2 + 2; the two gradients of the product, each with its sum 12      40"""
+    if not low.b.stack.weighs_activations:
+        low.memory("F", "experts-bias", "experts", elements, 2 * low.element, 1)
+        low.memory("W", "experts-bias-grad", "experts", elements, low.element, 1)
+        return
+    low.memory("F", "experts-bias", "experts", elements, 28, 2 + 2 * experts * TORCH_OPERATOR)
+    low.memory("I", "experts-bias-grad", "experts", elements, 40, 2 + 6 * experts * TORCH_OPERATOR)

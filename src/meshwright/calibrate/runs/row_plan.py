@@ -126,12 +126,16 @@ def read_plan(c: PublishedRun) -> None:
     if workload.precision in c.stack.gathers_narrow and fields["sp"]:
         fields["gather_dtype"] = "fp8"
     mode = c.row["recompute_mode"] or c.stack.usual_recompute
+    if mode == "full":
+        fields["recompute_layers"] = integer(c.row["recompute_layers"])
     plan = in_framework(Plan(**fields, recompute=mode or "none"), c.model, c.stack)
     if "ep" in c.row["overlap"]:
         plan = plan.but(overlap=(*plan.overlapped(c.stack, c.cluster.node_size), "ep"))
     c.config = c.config.but(plan=plan, workload=workload)
     if not c.row["recompute_mode"]:
-        c.assumed.append(f"recompute: {mode}, usual in {_framework(c.stack)}" if mode else "recompute: the least that fits")
+        c.assumed.append(
+            f"recompute: {mode}, usual in {_framework(c.stack)}" if mode else "recompute: the least that fits"
+        )
 
 
 def _degrees(c: PublishedRun, gpus: int) -> RowDegrees:
@@ -200,7 +204,11 @@ def _stages(c: PublishedRun, pp: int, layers: int) -> Json:
     if pp > 1 and (not r["schedule"] or r["schedule"] not in SCHEDULES):
         c.assumed.append(_assumption("schedule", schedule, r["schedule"]))
     if pp == 1 or schedule != "interleaved":
-        return {"schedule": "1f1b" if pp == 1 else schedule, "virtual": 1}
+        return {
+            "schedule": "1f1b" if pp == 1 else schedule,
+            "virtual": 1,
+            **_stage_layers(r["stages"] if pp > 1 else ""),
+        }
     virtual = max(1, integer(r["vpp"], 1))
     if virtual == 1:
         virtual = max(2, next((v for v in (2, 3, 4, 5) if layers % (pp * v) == 0), 2))
@@ -210,7 +218,14 @@ def _stages(c: PublishedRun, pp: int, layers: int) -> Json:
             raise refusal(f"{pp} × {virtual} virtual stages for {layers} layers: a plan has no stage without layers")
         virtual = max(1, layers // pp)
         c.assumed.append(f"virtual stages: {virtual}, each with a layer")
-    return {"schedule": "interleaved" if virtual > 1 else "1f1b", "virtual": virtual}
+    return {"schedule": "interleaved" if virtual > 1 else "1f1b", "virtual": virtual, **_stage_layers(r["stages"])}
+
+
+def _stage_layers(text: str) -> Json:
+    """The layers of each stage, as in `4*15 1`: fifteen stages of four layers and one of one."""
+    counts = [(part.partition("*")[0], part.partition("*")[2] or "1") for part in text.split()]
+    layers = tuple(int(size) for size, times in counts for _ in range(int(times)))
+    return {"layers_per_stage": layers} if layers else {}
 
 
 def _sequence_parallel(c: PublishedRun, tp: int) -> dict[str, bool]:

@@ -114,6 +114,8 @@ def case(row: dict[str, str]) -> PublishedRun:
         model, assumed = _read(read_model, MODEL_COLUMNS, tuple(out.row[name] for name in MODEL_COLUMNS))
         cluster, more = _read(read_cluster, CLUSTER_COLUMNS, tuple(out.row[name] for name in CLUSTER_COLUMNS))
         out.assumed += (*assumed, *more)
+        if out.row["mtp"]:
+            model = model.but(mtp_layers=int(out.row["mtp"]))
         if out.row["task"] == "lora":
             model = model.but(adapter=ADAPTER)
             out.assumed.append(f"adapter: {ADAPTER_WORDS}")
@@ -163,7 +165,8 @@ def _stack(c: PublishedRun) -> Stack:
         c.assumed.append(f"attention: {stack.attention}")
     if c.row["graphs"]:  # the settings of the recipe are known
         graphs = () if c.row["graphs"] == "none" else tuple(c.row["graphs"].split())
-        stack = stack.but(graphs=graphs, dispatch=c.row["dispatch"] or stack.dispatch)
+        fused = (*stack.fused, *c.row["fused"].split())
+        stack = stack.but(graphs=graphs, dispatch=c.row["dispatch"] or stack.dispatch, fused=fused)
     return stack
 
 

@@ -1,0 +1,63 @@
+"""Shares of peak of Blackwell GPUs, compared with tables that NVIDIA publishes of its kernels."""
+
+import pytest
+
+from meshwright.cost.compute import attention_time, gemm_time
+from meshwright.describe import catalog
+from meshwright.lower.program import Op
+
+TOKENS = 15872
+WEIGHTS = ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096))
+# Milliseconds of forward, input gradient and weight gradient of one layer on a B300, operands quantised before: Transformer Engine,
+# docs/examples/gemm_profiling/gemm_profiling.rst.
+LAYER = {
+    "bf16": (4.250, 4.434, 4.418),
+    "fp8": (2.158, 2.329, 2.325),
+    "mxfp8": (2.365, 2.397, 2.400),
+    "fp4": (1.254, 1.305, 1.205),
+}
+# Milliseconds of causal attention in bf16, forward and backward, by tokens: NVIDIA/cudnn-frontend at release 1.23,
+# benchmark/sdpa_benchmark_training/results/*_919_only_cudnn, 64 heads of 128 with 8 of keys: TFLOP/s.
+ATTENTION = {
+    "gb200": {4096: (1335, 1132), 8192: (1598, 1311)},
+    "gb300": {4096: (1672, 1195), 8192: (1887, 1385)},
+}
+SUSTAINED = (
+    0.88  # rate of kernels that run for seconds over the rate of such a benchmark, on one H200 with the same cuDNN
+)
+
+
+def product(m: int, n: int, k: int) -> Op:
+    return Op("product", "ffn", "gemm", 1.0, 2.0 * m * n * k, 2.0 * (m * k + k * n + m * n), (1, m, n, k))
+
+
+def of(cluster: str):
+    return catalog.load("clusters", cluster).accelerator
+
+
+@pytest.mark.parametrize("dtype", LAYER)
+def test_products_of_a_layer_take_the_published_time_on_a_b300(dtype):
+    shapes = [shape for k, n in WEIGHTS for shape in ((TOKENS, n, k), (TOKENS, k, n), (n, k, TOKENS))]
+    seconds = sum(float(gemm_time(of("dgx-b300"), dtype, product(*shape))) for shape in shapes)
+    assert 1e3 * seconds == pytest.approx(sum(LAYER[dtype]), rel=0.02)
+
+
+@pytest.mark.parametrize(("card", "tokens"), [(card, tokens) for card, rates in ATTENTION.items() for tokens in rates])
+def test_attention_takes_the_published_time(card, tokens):
+    forward, backward = ATTENTION[card][tokens]
+    flops = 4.0 * 64 * 128 * tokens * tokens / 2
+    published = flops / (forward * 1e12) + 2.5 * flops / (backward * 1e12)
+    ops = (Op("core", "attention", "attention", 1.0, f * flops, 0.0, (64, tokens, tokens, 128)) for f in (1.0, 2.5))
+    device = of(f"{card}-nvl72")
+    seconds = sum(float(attention_time(device, "bf16", op, "fused")) for op in ops)
+    assert seconds == pytest.approx(published / SUSTAINED, rel=0.06)
+
+
+def test_more_power_makes_products_faster_not_copies():
+    b300, gb300 = of("dgx-b300").efficiency, of("gb300-nvl72").efficiency
+    for dtype in LAYER:
+        rates = [
+            eff.products(dtype) * of(name).peak_for(dtype) for eff, name in ((b300, "dgx-b300"), (gb300, "gb300-nvl72"))
+        ]
+        assert rates[1] / rates[0] == pytest.approx((1400 / 1100) ** 0.7, rel=0.02)
+    assert b300.memory == gb300.memory
