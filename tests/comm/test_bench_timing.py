@@ -10,7 +10,7 @@ from meshwright.comm.bench import contention, device
 from meshwright.comm.bench.operations import MeasuredCase
 from meshwright.comm.bench.timing import MOST_SAMPLES, SAMPLE_S, Synchronization, counts, measure, timed
 from meshwright.errors import MeshwrightError
-from meshwright.view.page.sheet import bench_sheet
+from meshwright.view.bench import html
 
 POINT = Point(operation="all-reduce", backend="gloo", ranks=(0, 1, 2, 3), bytes=4096, median_s=2e-3, low_s=1e-3, high_s=4e-3, samples=5)  # fmt: skip
 
@@ -150,7 +150,7 @@ def test_a_page_shows_the_device_and_why_a_bench_stopped() -> None:
         kind="gemm", shape={"m": 8, "bytes": 2**20}, work=1e9, median_s=0.1, low_s=0.1, high_s=0.1, samples=1
     )
     bench = Bench(state="interrupted", why="stopped", device=(gemm,), ranks=(RankInfo(rank=0, host="a"),))
-    shown = bench_sheet(bench)
+    shown = html(bench)
     assert '["gemm","fp32","m 8 × bytes 1 MiB","100 ms","","10 GFLOP/s"]' in shown
     assert '"interrupted: stopped"' in shown
 

@@ -99,15 +99,13 @@ def measured(
 
 def finish(result: Any, json_file: str, html: str) -> None:
     """Write the files and print the tables."""
-    from meshwright.view.bench import page
+    from meshwright.view import bench as view
 
     if json_file:
         result.write(json_file)
     if html:
-        from meshwright.view.page.sheet import bench_sheet
-
-        write_text(html, bench_sheet(result))
-    show(page(result))
+        write_text(html, view.html(result))
+    show(view.page(result))
     for what, where in (("result", json_file), ("page", html)):
         if where:
             print(f"{what} written to {where}")

@@ -57,10 +57,10 @@ def command(
     with patient("predicting") as progress:
         unnamed = bool(html or markdown or as_json)
         accuracy = assess(chosen, famous, crashed, progress, unnamed, predictions)
-    if html:
-        from meshwright.view.page.sheet import accuracy_sheet
+    from meshwright.view import validate as view
 
-        write_text(html, accuracy_sheet(accuracy))
+    if html:
+        write_text(html, view.html(accuracy))
     if markdown:
         if accuracy.left_out is None:
             why = "The tables of --markdown need predicted runs of at least two sources (column `file`)"
@@ -71,8 +71,6 @@ def command(
     if as_json:
         show_json(accuracy.as_dict())
         return
-    from meshwright.view import validate as view
-
     show(*view.page(accuracy, columns, by))
 
 

@@ -11,7 +11,7 @@ from meshwright.calibrate.runs.beside import QUOTED
 from meshwright.calibrate.runs.left_out import BUILDING, SEEN, TESTING, LeftOut, half_of, halves, macro_scores, scores
 from meshwright.calibrate.runs.stack_fit import BETWEEN_SOURCES, FREEDOM, MOST_RUNS, NOISE
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME, macro
-from meshwright.cost.band import base, shares
+from meshwright.cost.band import base
 from meshwright.view.accuracy_regret import regrets, table
 from meshwright.view.tables import markdown_table
 from meshwright.view.validate import (
@@ -20,6 +20,7 @@ from meshwright.view.validate import (
     headline_cells,
     peer_rows,
     percent,
+    residual_groups,
     stack_rows,
     unseen_cells,
     unseen_means,
@@ -279,19 +280,6 @@ def _largest_runs(left_out: LeftOut) -> str:
         "the prediction, others of the same layout did not. The collectives published for this cluster slow down there too: an all-reduce of 256 MB "
         "takes 8.2 ms on 256 GPUs and 16.3 ms on 512."
     )
-
-
-def residual_groups(left_out: LeftOut) -> dict[str, list[str]]:
-    """Labels of every run, by kind of label."""
-    by_part, by_gpu, by_kind = [], [], []
-    for o in left_out.runs:
-        communication, host, bubble = shares(o.prediction.exposed_s) if o.prediction else (0.0, 0.0, 0.0)
-        words = ("communication above 15% of the step", "host above 15%", "bubble above 15%")
-        largest = max(zip((communication, host, bubble), words, strict=True))
-        by_part.append(largest[1] if largest[0] > 0.15 else "compute")
-        by_gpu.append(o.case.cluster.accelerator.name)
-        by_kind.append("experts" if o.case.model.experts else "dense")
-    return {"part": by_part, "GPU": by_gpu, "model": by_kind}
 
 
 def _group_rows(label: str, groups: list[str], left_out: LeftOut) -> list[tuple[str, ...]]:

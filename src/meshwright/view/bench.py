@@ -1,8 +1,9 @@
-"""A bench in the terminal: where it ran, collectives by size, transfers between ranks, the device."""
+"""A bench in the terminal and as an HTML file: where it ran, collectives by size, transfers between ranks, the device."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -11,9 +12,11 @@ from meshwright.calibrate.fit import Line, fit_line
 from meshwright.calibrate.nccl_tests import TOOL as NCCL_TESTS
 from meshwright.calibrate.points import Bench, DevicePoint, Point, bus_factor
 from meshwright.units import counted, format_bytes, format_count, format_flops, format_rate, format_seconds
+from meshwright.view.page.sheet import Part, chart, grid, sheet
 from meshwright.view.tables import facts, filled, heading
 
 PAIR = "point-to-point"
+MOST_SERIES = 12  # of a chart of pairs: the first ones; the JSON file has all
 NOISY = 0.25  # a spread above this is coloured
 CONVENTION = (
     "n is the full buffer. algbw = n/t; busbw = bytes that one rank sends / t, comparable with a link's rate "
@@ -164,3 +167,53 @@ def skipped(texts: Sequence[str], most: int = 6) -> RenderableType:
     shown = [text + (f" ({count} times)" if count > 1 else "") for text, count in times.items()]
     more = f"\n… and {len(shown) - most} more" if len(shown) > most else ""
     return Text("not measured: " + "\n              ".join(shown[:most]) + more, "dim")
+
+
+def html(bench: Bench) -> str:
+    """A chart of time and one of bus bandwidth by message size for each operation, with quartiles and fitted lines, and the device."""
+    parts = []
+    series = by_series(point for point in bench.points if point.bytes)
+    for name in dict.fromkeys(points[0].operation for points in series.values()):
+        chosen = [points for points in series.values() if points[0].operation == name][:MOST_SERIES]
+        for what, unit in (("time", "s"), ("bus bandwidth", "rate")):
+            drawn = [curve(points, bench, what) for points in chosen]
+            parts.append(chart(f"{name}: {what}", "", ("message size", "bytes"), (what, unit), drawn))
+    if bench.device:
+        parts.append(grid(device_table(bench.device)))
+    devices = ", ".join(dict.fromkeys(info.device for info in bench.ranks))
+    libraries = ", ".join(f"{name} {version}" for name, version in bench.libraries.items())
+    state = "; ".join([f"interrupted: {bench.why}"] * (bench.state == "interrupted") + bench.load())
+    title = f"bench: {counted(bench.world, 'rank')} on {counted(len(bench.hosts), 'host')}, {bench.made}"
+    notes = [f"{devices}; {libraries}", state, convention(bench) + " Dashed: the fitted line T = α + n·β."]
+    return sheet(title, notes, parts)
+
+
+def curve(points: list[Point], bench: Bench, what: str) -> Part:
+    """The points of one series with their quartiles, and its fitted line."""
+    first, line = points[0], line_of(points)
+    factor = bus_factor(first.operation, len(first.ranks))
+
+    def value(size: float, seconds: float) -> float:
+        return seconds if what == "time" else factor * size / seconds
+
+    marks = []
+    for p in points:
+        words = f"{format_bytes(p.bytes)}: {format_seconds(p.median_s)} ({format_seconds(p.low_s)} to {format_seconds(p.high_s)})"
+        rates = f"algbw {format_rate(p.algorithm_bandwidth)}, busbw {format_rate(p.bus_bandwidth)}"
+        marks.append([p.bytes, *(value(p.bytes, s) for s in (p.median_s, p.low_s, p.high_s)), f"{words}\n{rates}"])
+    out: Part = {"name": series_name(first, bench), "points": marks}
+    if line:
+        sizes = np.geomspace(points[0].bytes, points[-1].bytes, 40).tolist()
+        out["line"] = [[n, value(n, line.alpha + n * line.beta)] for n in sizes if line.alpha + n * line.beta > 0]
+        rate = format_rate(line.bandwidth) if line.beta else "no bytes term"
+        out["name"] += f": α {format_seconds(line.alpha)}, 1/β {rate}, residual {line.residual:.0%}"
+    return out
+
+
+def series_name(point: Point, bench: Bench) -> str:
+    """The algorithm, or the ranks where they differ within a chart."""
+    name = point.algorithm or point.backend
+    if point.operation == PAIR:
+        pairs = [f"{a}–{b}" for a, b in zip(point.ranks[::2], point.ranks[1::2], strict=True)]
+        return f"{name} {' and '.join(pairs[:4])}" + (" …" if len(pairs) > 4 else "")
+    return name if len(point.ranks) == bench.world else f"{name}, {len(point.ranks)} ranks"

@@ -1,7 +1,8 @@
-"""The accuracy of predictions as terminal tables: by source, of sources that the fit has not seen, of well-known runs; the numbers of stacks."""
+"""The accuracy of predictions in the terminal and as an HTML file: by source, of sources left out of the fit, of well-known runs; fitted numbers."""
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.calibrate.runs.accuracy import Accuracy, Band
-from meshwright.calibrate.runs.left_out import SEEN, SourceScore, half_of, halves, macro_scores
+from meshwright.calibrate.runs.left_out import SEEN, LeftOut, SourceScore, half_of, halves, macro_scores
 from meshwright.calibrate.runs.stack_fit import NUMBERS, StackFit, fields_of
-from meshwright.calibrate.runs.validate import Outcome, Score, by, score
-from meshwright.cost.band import base
+from meshwright.calibrate.runs.validate import Outcome, Score, by, macro, score
+from meshwright.cost.band import base, shares
 from meshwright.describe.stack import Stack
 from meshwright.units import format_seconds
+from meshwright.view.page.sheet import Part, chart, grid, parts_of, sheet
 from meshwright.view.tables import titled
 
 MOST_REASONS = 12  # that are shown
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
 def percent(value: float | None, signed: bool = False) -> str:
@@ -182,3 +185,55 @@ def number_cells(x: np.ndarray, spread: np.ndarray) -> list[str]:
     rates = ("products", "attention_rate", "elementwise", "network")
     relative = [f"{float(fields[name]):.2f} ±{100 * s:.0f}%" for name, s in zip(rates, spread[1:5], strict=True)]
     return [f"{launch} ±{100 * spread[0]:.0f}%", *relative, f"{float(fields['hides']):.2f}"]
+
+
+def residual_groups(left_out: LeftOut) -> dict[str, list[str]]:
+    """Labels of every run, by kind of label."""
+    by_part, by_gpu, by_kind = [], [], []
+    for o in left_out.runs:
+        communication, host, bubble = shares(o.prediction.exposed_s) if o.prediction else (0.0, 0.0, 0.0)
+        words = ("communication above 15% of the step", "host above 15%", "bubble above 15%")
+        largest = max(zip((communication, host, bubble), words, strict=True))
+        by_part.append(largest[1] if largest[0] > 0.15 else "compute")
+        by_gpu.append(o.case.cluster.accelerator.name)
+        by_kind.append("experts" if o.case.model.experts else "dense")
+    return {"part": by_part, "GPU": by_gpu, "model": by_kind}
+
+
+def html(accuracy: Accuracy) -> str:
+    """A scatter of predicted over measured step time, quantiles of left-out predictions, and what the terminal shows."""
+    parts = [scatter([*accuracy.outcomes, *accuracy.headlines])]
+    if accuracy.left_out is not None:
+        left, error = accuracy.left_out, accuracy.left_out.source
+        labels = np.array(residual_groups(left)["part"])
+        by_part = {name: error[labels == name] for name in sorted(set(labels))}
+        parts.append(ratios("Predicted over measured step time, the source left out", left.by_source(error)))
+        parts.append(ratios("The same by what the step is made of", by_part))
+    if not accuracy.outcomes:
+        scores = {name: score(part) for name, part in by(accuracy.headlines, ["source"]).items()}
+        parts.append(grid(table(scores, macro(scores))))
+    return sheet(
+        "Predicted and measured step time", [], [*parts, *parts_of(Group(*page(accuracy, ["source"], "source")))]
+    )
+
+
+def scatter(outcomes: list[Outcome]) -> Part:
+    points: dict[str, list[Any]] = {}
+    for o in outcomes:
+        if o.prediction and (measured := o.case.step_time):
+            predicted = o.prediction.step_time_s
+            words = f"{o.case.row_id}: measured {format_seconds(measured)}, predicted {format_seconds(predicted)}"
+            points.setdefault(o.case.row.get("file", ""), []).append([measured, predicted, None, None, words])
+    times = [x for marks in points.values() for mark in marks for x in mark[:2]] or [0.1, 1.0]
+    perfect: Part = {"name": "a perfect prediction", "points": [], "line": [[t, t] for t in (min(times), max(times))]}
+    series = [{"name": name, "points": marks} for name, marks in sorted(points.items())]
+    return chart("Each mark is one published run", "", ("measured", "s"), ("predicted", "s"), [*series, perfect])
+
+
+def ratios(title: str, groups: Mapping[str, np.ndarray]) -> Part:
+    """Quantiles of predicted / measured by group; the values are their logarithms."""
+    rows = [
+        {"name": f"{name} ({len(values)})", "quantiles": np.exp(np.quantile(values, QUANTILES)).tolist()}
+        for name, values in groups.items()
+    ]
+    return {"title": title, "note": "Thin: 10 to 90% of the runs; thick: 25 to 75%; mark: the median.", "ratios": rows}
