@@ -226,7 +226,7 @@ const SHAPES = { circle: (r) => `M${-r},0a${r},${r} 0 1,0 ${2 * r},0a${r},${r} 0
 /** Points [{ x, y, colour, shape, formula, label, onclick }]. shape: circle|square|diamond|triangle|cross. */
 export function scatter(chart, points, { x, y, colour = "compute", radius = 5, shape = "circle", focus = true } = {}) {
   return points.map((p) => {
-    const kind = p.shape ?? shape, node = svg("path", { d: SHAPES[kind](p.radius ?? radius), transform: `translate(${x(p.x).toFixed(2)},${y(p.y).toFixed(2)})`, fill: kind === "cross" ? "none" : p.colour ?? colour, stroke: kind === "cross" ? p.colour ?? colour : "surface", "stroke-width": kind === "cross" ? 2 : 1, class: "point", onclick: p.onclick ?? null });
+    const kind = p.shape ?? shape, node = svg("path", { d: SHAPES[kind](p.radius ?? radius), transform: `translate(${x(p.x).toFixed(2)},${y(p.y).toFixed(2)})`, fill: kind === "cross" ? "none" : p.colour ?? colour, stroke: p.stroke ?? (kind === "cross" ? p.colour ?? colour : "surface"), "stroke-width": kind === "cross" ? 2 : 1, class: "point", onclick: p.onclick ?? null });
     if (p.onclick) activateIn(chart, node, p.onclick, p.formula ?? p.label);
     if (p.formula) formula(node, p.formula, { focus });
     chart.plot.append(node);

@@ -9,7 +9,6 @@ import * as scenarios from "meshwright/scenarios.js";
 import * as source from "meshwright/source.js";
 import * as state from "meshwright/state.js";
 import { refusal } from "meshwright/notice.js";
-import { misfit } from "meshwright/shapes.js";
 import * as verdict from "meshwright/verdict.js";
 import { VIEWS } from "meshwright/views.js";
 
@@ -103,7 +102,6 @@ function context(view, refreshing) {
     setOptions: (options) => state.set(`page.options.${view.name}`, { ...state.get().page.options[view.name], ...options }),
     set: state.set,
     update: state.update,
-    state: state.get,
     section: (name) => shown.find(({ view: one }) => one.name === name)?.section,
     refreshing,
     live: source.live,
@@ -129,23 +127,21 @@ function outdate(node, stale) {
 
 /** Draw one view; returns whether an answer is missing. The old drawing stays until new data has come. */
 function drawPanel(panel, again, height) {
-  const { view, body } = panel, names = needs(view), found = names.map((name) => answers.get(name));
+  const { view, body } = panel, found = needs(view).map((name) => answers.get(name));
   const busy = found.some((a) => !a || !a.final || a.stale), failed = found.find((a) => a?.error);
   const drawn = JSON.stringify([found.map((a) => a?.serial), state.get().page.options[view.name], busy]);
   if (!again && panel.drawn === drawn) return busy;
   panel.drawn = drawn;
-  if (failed) {
-    panel.attempt = null;
-    clear(body).append(refusal(failed.error));
-    return busy;
-  }
-  if (found.some((a) => !a?.data)) {
+  if (failed) clear(body).append(refusal(failed.error));
+  else if (found.some((a) => !a?.data)) {
     if (!body.firstChild) body.append(h("p", { class: "empty" }, "Computing …"));
-    return busy;
-  }
-  if (found.some((a) => a.stale)) return busy;
-  const data = view.needs ? Object.fromEntries(names.map((name, i) => [name, found[i].data])) : found[0].data;
-  const attempt = (panel.attempt = {});
+  } else if (!found.some((a) => a.stale)) fill(panel, found, busy, height);
+  return busy;
+}
+
+/** Draw one view with its answers. */
+function fill({ view, body }, found, busy, height) {
+  const data = view.needs ? Object.fromEntries(view.needs.map((name, i) => [name, found[i].data])) : found[0].data;
   body.style.minHeight = `${height}px`; // the page does not jump while the view is drawn again
   keepFocus(body, () => {
     clear(body);
@@ -154,13 +150,10 @@ function drawPanel(panel, again, height) {
       save.attach(body, view.name);
     } catch (error) {
       console.error(error);
-      misfit(Object.fromEntries(names.map((name) => [name, answers.get(name)?.data]))).then((other) => {
-        if (panel.attempt === attempt) body.append(refusal({ code: "", what: `the view "${view.title}" could not be drawn`, why: other ? `The server sent no such ${other}: it is of another version than the page in this tab` : String(error), valid: [], fix: other ? "reload the page" : "" })); // else it was drawn again
-      });
+      body.append(refusal({ code: "", what: `the view "${view.title}" could not be drawn`, why: String(error), valid: [], fix: "reload the page: the server may be of another version than this tab" }));
     }
   });
   body.style.minHeight = "";
-  return busy;
 }
 
 let serial = 0; // of answers
@@ -172,18 +165,18 @@ async function refresh(answered = () => {}) {
   const { signal } = asked;
   const names = [...new Set(["verdict", ...open().flatMap(needs)])].filter((name) => source.has(name) && (!answers.get(name)?.final || answers.get(name).stale));
   const first = open()[0], waiting = new Set(names.filter((name) => needs(first).includes(name)));
-  draw(!names.length);
   if (!waiting.size) queueMicrotask(answered);
-  if (!names.length) return;
+  if (!names.length) return draw();
   const options = Object.fromEntries(names.filter((name) => now.page.options[name] && !isLocal(name)).map((name) => [name, now.page.options[name]]));
   const received = (name, answer) => {
     answers.set(name, { data: answer.data ?? null, final: answer.final !== false, error: answer.error ?? null, serial: serial++ });
-    if (name === "verdict") announce();
     schedule();
     if (waiting.delete(name) && !waiting.size) answered();
   };
   try {
-    await source.views({ config: state.config(now), views: names, options }, signal, (answer) => signal.aborted || received(answer.view, answer));
+    const answering = source.views({ config: state.config(now), views: names, options }, signal, (answer) => signal.aborted || received(answer.view, answer));
+    draw(false); // the server computes meanwhile
+    await answering;
     if (waiting.size && !signal.aborted) answered(); // the server ended early
   } catch (error) {
     if (error.name === "AbortError" || signal.aborted) return;
@@ -198,13 +191,18 @@ function schedule() {
   queueMicrotask(() => {
     scheduled = false;
     draw(false);
+    announce();
   });
 }
 
+let announced = null; // the answer in the verdict's bar
+
 function announce() {
   const found = answers.get("verdict");
-  if (found) verdict.bar(parts.verdict, found);
-  const data = found?.data;
+  if (!found || found === announced) return;
+  announced = found;
+  verdict.bar(parts.verdict, found);
+  const data = found.data;
   if (data?.subject) clear(parts.subject).append(h("b", null, data.subject.model), ` on ${format.whole(data.subject.gpus)} × ${data.subject.accelerator} · `, data.subject.plan);
 }
 

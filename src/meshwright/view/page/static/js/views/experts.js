@@ -1,6 +1,7 @@
 // The load of experts: how many tokens each gets, and what a more or less even load changes.
 
-import { area, axis, figure, format, h, linear, panel, table, threshold } from "meshwright/draw.js";
+import { curves } from "meshwright/curves.js";
+import { format, h, panel, table } from "meshwright/draw.js";
 
 export const view = {
   title: "Load of experts",
@@ -11,19 +12,14 @@ export const view = {
     const load = panel("Tokens of each expert over the mean", `${data.loads.length} experts of which a token chooses ${data.top_k}; ${data.ep} expert-parallel ranks. ${assumed}`);
     const effect = panel("What the load changes", "Imbalance is the load of the busiest rank over the mean.");
     element.append(h("div", { class: "columns" }, load, effect));
-    histogram(load, data);
+    const { loads, capacity } = data, limit = capacity ? [{ at: capacity, words: `capacity ${format.number(capacity)}`, flat: true }] : [];
+    curves(load, {
+      label: `Load of experts over the mean, from ${format.number(loads[0])} to ${format.number(loads.at(-1))}`, height: 240, left: 48, right: 18, bottom: 36, inset: 0,
+      x: { from: 0, to: loads.length, label: "experts, the most loaded first" }, y: { from: 0, to: 1.1 * Math.max(loads[0], capacity), label: "load over the mean" },
+      series: [{ colour: "ep", area: 0.75, steps: true, only: true, dots: false, points: [...loads, loads.at(-1)].map((y, x) => ({ x, y })) }], marks: [{ at: 1, words: "mean", colour: "quiet", flat: true }, ...limit],
+    });
     const number = (title, key, text) => ({ title, key, text: (value) => text(value), align: "right" });
     effect.append(table([number("imbalance", "imbalance", format.number), number("step", "step_time_s", format.seconds), number("memory", "memory_gib", format.gib), number("dropped copies", "dropped_share", format.percent)],
       data.rows, { name: "Step, memory and dropped copies by imbalance", chosen: (r) => r.now, onrow: context.live ? (r) => context.update({ "workload.imbalance": r.imbalance, "workload.loads": null }) : null, rowLabel: (r) => `Use imbalance ${format.number(r.imbalance)}` }));
   },
 };
-
-function histogram(element, { loads, capacity }) {
-  const c = figure(element, { height: 240, left: 48, right: 18, label: `Load of experts over the mean, from ${format.number(loads[0])} to ${format.number(loads.at(-1))}` });
-  const x = linear([0, loads.length], [0, c.width]), y = linear([0, 1.1 * Math.max(loads[0], capacity)], [c.height, 0]);
-  axis(c, y, "left", { label: "load over the mean" });
-  axis(c, x, "bottom", { label: "experts, the most loaded first" });
-  area(c, [...loads, loads.at(-1)].map((load, i) => ({ x: i, y: load })), { x, y, colour: "ep", opacity: 0.75, steps: true });
-  threshold(c, y(1), "mean", { flat: true, colour: "quiet" });
-  if (capacity) threshold(c, y(capacity), `capacity ${format.number(capacity)}`, { flat: true });
-}

@@ -1,7 +1,8 @@
 // Memory: stacked by part with the capacity line, per pipeline stage, and over time within the step.
 
 import { bars, inSeconds } from "meshwright/bars.js";
-import { area, axis, choice, figure, format, h, label, legend, linear, line, panel, stat, threshold } from "meshwright/draw.js";
+import { curves } from "meshwright/curves.js";
+import { choice, format, h, label, legend, panel, stat } from "meshwright/draw.js";
 import * as part from "meshwright/parts.js";
 
 export const view = {
@@ -39,16 +40,15 @@ export function stages(element, data, { most = 16 } = {}) {
 }
 
 function overTime(element, data) {
-  const { points, total_s: total, constant_gib: constant, peak_gib: peak } = data.timeline;
-  const chart = figure(element, { height: 230, left: 56, label: `Memory of stage ${data.timeline.stage} over one step: ${format.gib(constant)} constant, peak ${format.gib(peak)}` });
-  const x = linear([0, total], [0, chart.width]), far = data.limit_gib > 4 * peak, y = linear([0, (far ? peak * 1.2 : Math.max(peak, data.limit_gib)) * 1.05], [chart.height, 0]);
-  axis(chart, y, "left", { label: "GiB" });
-  axis(chart, x, "bottom", inSeconds("time within the step", total));
-  const steps = points.map(([t, gib]) => ({ x: t, y: constant + gib, base: constant }));
-  area(chart, [{ x: 0, y: constant }, { x: total, y: constant }], { x, y, colour: "parameters", opacity: 0.45 });
-  area(chart, steps, { x, y, colour: "activations", opacity: 0.75, steps: true });
-  line(chart, steps, { x, y, colour: "activations", steps: true, width: 1.2 });
-  if (far) label(chart, `limit ${format.gib(data.limit_gib)} ↑`, chart.width, 6, { anchor: "end", size: 11, colour: "bad" });
-  else threshold(chart, y(data.limit_gib), `limit ${format.gib(data.limit_gib)}`, { flat: true });
-  element.append(legend([{ label: "states, working memory, context: constant", colour: "parameters" }, { label: "activations in flight", colour: "activations" }]));
+  const { points, total_s: total, constant_gib: constant, peak_gib: peak } = data.timeline, limit = format.gib(data.limit_gib), far = data.limit_gib > 4 * peak;
+  const chart = curves(element, {
+    label: `Memory of stage ${data.timeline.stage} over one step: ${format.gib(constant)} constant, peak ${format.gib(peak)}`, height: 230, left: 56, right: 16, bottom: 36, inset: 0,
+    x: { from: 0, to: total, ...inSeconds("time within the step", total) }, y: { from: 0, to: (far ? peak * 1.2 : Math.max(peak, data.limit_gib)) * 1.05, label: "GiB" },
+    series: [
+      { name: "states, working memory, context: constant", colour: "parameters", area: 0.45, only: true, dots: false, points: [0, total].map((x) => ({ x, y: constant })) },
+      { name: "activations in flight", colour: "activations", area: 0.75, width: 1.2, steps: true, dots: false, points: points.map(([x, gib]) => ({ x, y: constant + gib, base: constant })) },
+    ],
+    marks: far ? [] : [{ at: data.limit_gib, words: `limit ${limit}`, colour: "bad", flat: true }],
+  });
+  if (far) label(chart, `limit ${limit} ↑`, chart.width, 6, { anchor: "end", size: 11, colour: "bad" });
 }

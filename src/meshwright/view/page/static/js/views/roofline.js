@@ -1,7 +1,8 @@
 // The communication roofline: what a device sends through each level of links against its ceiling; and the roofline of the whole step.
 
 import { bars } from "meshwright/bars.js";
-import { axis, figure, format, h, label, legend, line, log, panel, scatter, svg, table } from "meshwright/draw.js";
+import { curves } from "meshwright/curves.js";
+import { format, h, label, panel, svg, table } from "meshwright/draw.js";
 
 const LEVELS = ["compute", "tp", "optimizer", "ep", "cp"], DASHES = [null, null, "7 5", "2 4", "9 3 2 3"], SHAPES = { tp: "square", cp: "triangle", ep: "diamond", pp: "cross", dp: "circle" };
 
@@ -12,7 +13,6 @@ export const view = {
     const box = element.appendChild(panel("Collectives against the level that they cross", data.note));
     chart(box, data);
     const used = [...new Set(data.points.map((p) => p.axis))];
-    box.append(legend(data.levels.map((l, k) => ({ label: `${l.name}: ${format.rate(l.bandwidth)}`, colour: LEVELS[k % 5], shape: "line", dash: DASHES[k % 5] }))));
     if (used.length) box.append(h("p", { class: "sentence" }, `Shapes: ${used.map((a) => `${a} ${{ square: "■", triangle: "▲", diamond: "◆", cross: "✕", circle: "●" }[SHAPES[a]]}`).join(", ")}${data.measured.length ? "; hollow: measured" : ""}. ${data.measured.length ? "" : `No bench points: the links are those of the catalog (${data.calibrated || "uncalibrated"}).`}`));
     if (data.points.length) box.append(list(data));
     const step = element.appendChild(panel("The whole step", `${data.step.regime}: ${data.step.level} links allow the least. Advice: ${data.step.advice.join("; ") || "none"}.`));
@@ -20,27 +20,28 @@ export const view = {
   },
 };
 
-function chart(element, data) {
-  const points = data.points.filter((p) => p.sent_bytes > 0);
-  const sizes = [...points, ...data.measured].map((p) => p.sent_bytes), rates = [...points, ...data.measured].map((p) => p.rate);
-  const low = Math.max(1e6, Math.min(...rates, ...data.levels.map((l) => l.bandwidth / 300)) / 2);
-  const c = figure(element, { height: 380, left: 74, right: 18, bottom: 42, top: 18, label: `Roofline: ${data.levels.map((l) => `${l.name} ${format.rate(l.bandwidth)}`).join(", ")}; ${points.length} collectives` });
-  const x = log([Math.min(1e3, ...sizes.filter((s) => s > 100)), Math.max(1e9, ...sizes) * 1.6], [0, c.width]), y = log([low, Math.max(...data.levels.map((l) => l.bandwidth)) * 1.5], [c.height, 0]);
-  axis(c, x, "bottom", { label: "bytes that one device sends through the level in one call", format: (v) => format.bytes(v), ticks: c.width < 420 ? 3 : 7 });
-  axis(c, y, "left", { label: "bytes per second of one device", format: (v) => format.rate(v), ticks: 6 });
-  const inside = (px) => Math.max(0, Math.min(c.width, px));
-  data.levels.forEach((level, k) => {
-    const colour = LEVELS[k % 5], star = inside(x(level.crossover_bytes));
-    c.plot.append(svg("rect", { x: 0, y: y(level.bandwidth), width: star, height: c.height - y(level.bandwidth), fill: colour, opacity: 0.05 }));
-    line(c, level.curve.filter(([n, rate]) => x(n) >= 0 && x(n) <= c.width && y(rate) <= c.height).map(([n, rate]) => ({ x: n, y: rate })), { x, y, colour, dash: DASHES[k % 5], width: 2.4 - 0.3 * k, formula: level.formula });
-    c.plot.append(svg("line", { x1: star, x2: star, y1: y(level.bandwidth / 2) - 7, y2: y(level.bandwidth / 2) + 7, stroke: colour, "stroke-width": 2 }));
-    label(c, `s* ${format.bytes(level.crossover_bytes)}`, star + 5, y(level.bandwidth / 2) + 12, { size: 10, colour, halo: true });
+function chart(element, { levels, points: all, measured }) {
+  const points = all.filter((p) => p.sent_bytes > 0), sizes = [...points, ...measured].map((p) => p.sent_bytes), most = Math.max(...levels.map((l) => l.bandwidth));
+  const low = Math.max(1e6, Math.min(...[...points, ...measured].map((p) => p.rate), ...levels.map((l) => l.bandwidth / 300)) / 2);
+  const from = Math.min(1e3, ...sizes.filter((s) => s > 100)), to = Math.max(1e9, ...sizes) * 1.6, dot = (p, more) => ({ x: Math.max(p.sent_bytes, from), y: Math.max(p.rate, low), formula: p.formula, ...more });
+  const c = curves(element, {
+    label: `Roofline: ${levels.map((l) => `${l.name} ${format.rate(l.bandwidth)}`).join(", ")}; ${points.length} collectives`, height: 380, left: 74, right: 18, top: 18, inset: 0, least: 1,
+    x: { log: 10, from, to, label: "bytes that one device sends through the level in one call", format: (v) => format.bytes(v), ticks: element.clientWidth < 512 ? 3 : 7 },
+    y: { log: 10, from: low, to: most * 1.5, label: "bytes per second of one device", format: (v) => format.rate(v), ticks: 6 },
+    series: [
+      ...levels.map((l, k) => ({ name: `${l.name}: ${format.rate(l.bandwidth)}`, colour: LEVELS[k % 5], dash: DASHES[k % 5], width: 2.4 - 0.3 * k, formula: l.formula, dots: false, points: l.curve.filter(([n, rate]) => n >= from && n <= to && rate >= low).map(([x, y]) => ({ x, y })) })),
+      { only: true, focus: false, points: measured.map((p) => dot(p, { colour: "surface", stroke: LEVELS[p.level % 5] })) },
+      { only: true, radius: 5.5, points: points.map((p) => dot(p, { colour: LEVELS[p.level % 5], shape: SHAPES[p.axis] })) },
+    ],
+  });
+  levels.forEach(({ bandwidth, crossover_bytes: bytes }, k) => { // below its s*, latency takes longer than the transfer
+    const colour = LEVELS[k % 5], star = Math.max(0, Math.min(c.width, c.x(bytes))), middle = c.y(bandwidth / 2);
+    c.plot.prepend(svg("rect", { x: 0, y: c.y(bandwidth), width: star, height: c.height - c.y(bandwidth), fill: colour, opacity: 0.05 }));
+    c.plot.append(svg("line", { x1: star, x2: star, y1: middle - 7, y2: middle + 7, stroke: colour, "stroke-width": 2 }));
+    label(c, `s* ${format.bytes(bytes)}`, star + 5, middle + 12, { size: 10, colour, halo: true });
   });
   label(c, "latency-bound", 8, c.height - 8, { size: 11, colour: "quiet" });
   label(c, "bandwidth-bound", c.width - 8, 2, { anchor: "end", size: 11, colour: "quiet" });
-  const clamp = (p) => ({ ...p, x: Math.max(p.sent_bytes, x.domain[0]), y: Math.max(p.rate, low) });
-  scatter(c, data.measured.map((p) => ({ ...clamp(p), colour: "surface", formula: p.formula })), { x, y, radius: 4, focus: false }).forEach((node, i) => node.style.setProperty("stroke", `var(--${LEVELS[data.measured[i].level % 5]})`));
-  scatter(c, points.map((p) => ({ ...clamp(p), colour: LEVELS[p.level % 5], shape: SHAPES[p.axis], formula: p.formula })), { x, y, radius: 5.5 });
 }
 
 function list(data) {
