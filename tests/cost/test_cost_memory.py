@@ -48,6 +48,17 @@ def test_zero_table_of_seven_billion_on_eight(stage, total, parameters, gradient
     assert sum(found.values()) == pytest.approx(total)
 
 
+def test_flat_copies_of_gradients_take_memory_beside_the_activations():
+    """DeepSpeed: all gradients in the 16 bits of their all-reduce where they are summed up in fp32; else the shard, and that in fp32. A bucket
+    more."""
+    for dtype, copied in (("fp32", 2.0), ("fp16", (4.0 + 2.0) / 8)):
+        plan = {"shard": 8, "zero": 1, "grad_dtype": dtype, "comm_dtype": "bf16", "bucket": 1e9}
+        stacks = [Stack(flat_shards=True, flat_copies=on, allocator_slack=0) for on in (False, True)]
+        without, copies = (of(lowered(SEVEN, Workload(batch=8, seq=1), stack, **plan))["slack"] for stack in stacks)
+        assert without == 0
+        assert copies == pytest.approx(copied * 7e9 + 1e9)
+
+
 def test_states_follow_dtypes_and_optimizer():
     def bytes_per_parameter(workload=None, **plan):
         program = lowered(SEVEN, workload or Workload(batch=8, seq=1), **plan)

@@ -9,7 +9,7 @@
                  the largest matrix of a quantised base, as products read it;
                  the workspace of matrix products
     context      driver, libraries, communicators
-    slack        memory that the allocator reserves and cannot use
+    slack        memory that the allocator reserves and cannot use, as for flat copies of gradients
 
 PyTorch's FSDP has no second copy of what it shards (`fp32_shards`): the shards of ZeRO-3 are the masters, and the parameters in 16 bits are gathered.
 
@@ -270,6 +270,21 @@ def bucket_memory(program: StepProgram, rank: RankProgram) -> Array:
     return np.where(b.dp > 1, np.minimum(2 * np.minimum(b.bucket, 1e9), gradients), 0.0)
 
 
+def flat_copies(program: StepProgram, rank: RankProgram) -> Array:
+    """Flat copies of gradients that the reduction and the update make after backward, beside the segments of activations that the allocator keeps:
+    of all of them where they are reduced in one call and in another dtype; of 16-bit ones the shard, and that in fp32 for the update. And the buffer
+    of a gather."""
+    b = program.batch
+    if not b.stack.flat_copies:
+        return np.zeros(b.n)
+    copies = np.zeros(b.n)
+    for group, count in rank.elements.items():
+        share = np.where(b.zero >= 1, rank.padded[group] / b.size(DATA_AXES[group].shard), count)
+        cast = np.where(b.comm_bytes != b.grad_bytes, b.comm_bytes * count, 0.0)
+        copies = copies + cast + np.where(b.grad_bytes < 4, (4.0 + b.grad_bytes) * share, 0.0)
+    return np.where(b.dp > 1, copies + b.bucket, 0.0)
+
+
 def message_memory(program: StepProgram, rank: RankProgram) -> Array:
     """Memory of the messages of a step in torch's pipeline: a receive buffer for each of them, and what was sent until the step has ended. The
     received inputs of micro-batches in flight are among the tensors saved for backward."""
@@ -337,7 +352,7 @@ def memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
             out[part] = np.where(lazy, size + more, out[part])
     groups = sum((b.size(axis) > 1) * 1.0 for axis in ("tp", "cp", "pp", "dp", "ep"))
     live = out["activations"] + out["gathered"] + out["working"]
-    out["slack"] = b.stack.allocator_slack * live
+    out["slack"] = b.stack.allocator_slack * live + flat_copies(program, rank)
     out["context"] = b.stack.context - b.stack.workspace + b.stack.communicator * groups
     return out
 

@@ -234,6 +234,10 @@ class Stack(Described):
     """dtype gradients are accumulated and reduced in"""
     reduction_dtype: str = ""
     """dtype gradients are reduced in; "": that in which they are accumulated"""
+    fp16_gradient_dtype: str = ""
+    """dtype gradients are accumulated in where a run trains in fp16; "": `gradient_dtype`"""
+    flat_copies: bool = False
+    """the reduction and the update copy gradients to flat buffers, which cannot take the segments that torch's allocator holds for activations"""
     compute_slowdown: float = Field(default=0.1, ge=0, lt=1)
     """share of compute lost while communication runs"""
     saved: float = Field(default=1.0, gt=0, le=10)
@@ -261,6 +265,10 @@ class Stack(Described):
     covariance: tuple[float, ...] = Field(default=(), max_length=64)
     """of the calibrated numbers, row by row (`calibrate.response`)"""
     source: str = ""
+
+    def accumulation_dtype(self, precision: str) -> str:
+        """The dtype in which gradients of a run in this precision are accumulated."""
+        return self.fp16_gradient_dtype if self.fp16_gradient_dtype and precision == "fp16" else self.gradient_dtype
 
     @property
     def offload_kinds(self) -> list[str]:

@@ -90,9 +90,9 @@ def base_plan(config: Config) -> Plan:
     for name in DROPPED:
         fields.pop(name, None)
     if "plan.grad_dtype" not in config.origins:
-        fields["grad_dtype"] = config.stack.gradient_dtype
-        if "plan.comm_dtype" not in config.origins and config.stack.reduction_dtype != config.stack.gradient_dtype:
-            fields["comm_dtype"] = config.stack.reduction_dtype or None
+        fields["grad_dtype"] = config.stack.accumulation_dtype(config.workload.precision)
+        if "plan.comm_dtype" not in config.origins and config.stack.reduction_dtype:
+            fields["comm_dtype"] = config.stack.reduction_dtype
     return Plan(**fields)
 
 

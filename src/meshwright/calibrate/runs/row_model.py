@@ -343,4 +343,4 @@ def _architecture(c: PublishedRun, name: str, gated: bool) -> dict[str, Any]:
     if "mpt" in name:
         return gpt | {"positions": "alibi"}
     gpt |= {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "positions": "learned", "dropout": True}
-    return gpt | ({"positions": "alibi", "embedding_norm": True, "dropout": False} if "bloom" in c.row["file"] else {})
+    return gpt | ({"positions": "alibi", "embedding_norm": True} if "bloom" in c.row["file"] else {})

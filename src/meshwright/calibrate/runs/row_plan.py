@@ -242,6 +242,7 @@ def _sharding(c: PublishedRun, d: RowDegrees, several: bool) -> Json:
     zero = integer(r["zero"]) if r["zero"] else stack.usual_zero
     if not r["zero"]:
         c.assumed.append(f"ZeRO: {zero}, usual in {_framework(stack)}")
+    gradients = stack.accumulation_dtype(PRECISIONS.get(r["dtype"], "bf16"))
     sharded = zero > 0 and d.dp * d.cp > 1
     replicas = _replicas(c, d) if zero == 3 else 1
     pure = stack.name == "composer-fsdp" and "pure" in r["zero_fsdp"].lower()
@@ -249,8 +250,8 @@ def _sharding(c: PublishedRun, d: RowDegrees, several: bool) -> Json:
         "replicate": replicas if sharded else d.dp,
         "shard": d.dp // replicas if sharded else 1,
         "zero": zero if sharded else 0,
-        "grad_dtype": stack.gradient_dtype,
-        "comm_dtype": stack.reduction_dtype or stack.gradient_dtype,
+        "grad_dtype": gradients,
+        "comm_dtype": stack.reduction_dtype or gradients,
         "bucket": _bucket(c, d),
         "reduce": "step" if zero == 2 and d.pp > 1 else "auto",
         "master": not pure,
@@ -308,8 +309,11 @@ def _experts(c: PublishedRun, d: RowDegrees) -> dict[str, int]:
 
 
 def _bucket(c: PublishedRun, d: RowDegrees) -> float:
-    """The bucket size: Megatron reduces in large buckets (at least 40M elements). DDP adds whole tensors, the last one first, until a bucket has
-    25 MiB of 16-bit parameters; its gradients may be wider than its parameters. The mean of these buckets, on a stage with an end of the model."""
+    """The bucket size: Megatron reduces in large buckets (at least 40M elements), DeepSpeed in buckets of 500M elements in 16 bits. DDP adds whole
+    tensors, the last one first, until a bucket has 25 MiB of 16-bit parameters; its gradients may be wider than its parameters. The mean of these
+    buckets, on a stage with an end of the model."""
+    if c.stack.name == "megatron-deepspeed":
+        return 1e9
     if c.stack.name.startswith(("megatron", "nemo")):
         return 160e6
     if integer(c.row["zero"]) == 3:  # units, no buckets
