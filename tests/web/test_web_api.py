@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from meshwright.describe.config import Config, load
 from meshwright.view.page.registry import CHEAP, SEARCH, VIEWS, View
 from meshwright.web import tasks
 from meshwright.web.jobs import Refused, WorkerJob, WorkerPool
+from meshwright.web.serve import listen
 from web.running import CLIENT, run_async
 
 PLAN_FILE: dict[str, Any] = {
@@ -63,6 +65,27 @@ def test_views_arrive_line_by_line(server: str) -> None:
         assert line["final"]
         assert line["error"] is None, line
         assert line["data"] is not None
+
+
+def test_small_answers_are_sent_at_once() -> None:
+    """Accepted connections have TCP_NODELAY: else the body of an answer waits for the acknowledgement of its head."""
+
+    async def no_delay() -> int:
+        listening, found = listen(0), asyncio.get_running_loop().create_future()
+
+        def accepted(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            found.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(accepted, sock=listening):
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            try:
+                return int(await found)
+            finally:
+                writer.close()
+
+    assert run_async(no_delay()) == 1
 
 
 def test_a_searched_view_is_provisional_first(monkeypatch: pytest.MonkeyPatch) -> None:
