@@ -448,3 +448,21 @@ def test_hybrid_sharding_keeps_a_copy_of_the_weights_in_each_node():
     assert case(**changes | {"stack": "torchtitan"}).plan.shard == 64
     stated = case(**changes, zero_fsdp="data=-1, fsdp=16").plan
     assert (stated.replicate, stated.shard) == (4, 16)
+
+
+def test_settings_of_a_recipe_are_read_from_its_row():
+    """Recomputed layers, modules that predict further tokens, the layers of each stage and fused experts."""
+    given = {
+        "model": "DeepSeek-V3", "gpu_type": "GB300", "gpus": "256", "tp": "1", "pp": "2", "vpp": "8", "schedule": "interleaved", "ep": "32",
+        "dp": "", "layers": "", "hidden": "", "ffn_hidden": "", "heads": "", "kv_heads": "", "vocab": "", "stack": "megatron-core",
+    }  # fmt: skip
+    read = case(
+        **given, recompute_mode="none", recompute_layers="0", mtp="1", stages="4*15 1", graphs="step", fused="experts"
+    )
+    assert not read.refused, read.refused
+    assert read.plan.layers_per_stage == (4,) * 15 + (1,)
+    assert (read.plan.recompute, read.model.mtp_layers) == ("none", 1)
+    assert {"experts", "norm"} <= set(read.stack.fused)
+    some = case(recompute_mode="full", recompute_layers="5")
+    assert (some.plan.recompute, some.plan.recompute_layers) == ("full", 5)
+    assert case(recompute_mode="full").plan.recompute_layers == 0
