@@ -19,7 +19,7 @@ from meshwright.explain.folder import read_traces
 from meshwright.view.json_schema import schema_of
 from meshwright.view.page.runs import RunFolders
 from meshwright.view.page.shapes import SHAPES
-from meshwright.view.page.traced import data
+from meshwright.view.traces import data
 from meshwright.web import api, dropped
 from meshwright.web.api import Api, Cache
 from meshwright.web.dropped import MOST_BYTES, TYPE, DroppedFiles

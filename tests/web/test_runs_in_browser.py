@@ -18,8 +18,8 @@ from meshwright.training.hooks import StepRecord
 from meshwright.view.json_schema import schema_of
 from meshwright.view.page.shapes import SHAPES
 from meshwright.view.page.subject import Subject
-from meshwright.view.page.traced import document
 from meshwright.view.report import page as report
+from meshwright.view.traces import html
 from web.browser import shows, until
 from web.running import start, stop
 from web.test_page_views import violations
@@ -150,7 +150,7 @@ def test_traced_steps_are_strips_above_their_prediction(open_page: Open, tmp_pat
     for run, ranks in (("gpu-odd-shape", 1), ("ddp-slow-rank", 2)):
         e = explain_traces(read_traces(sorted(TRACES.glob(f"{run}-rank-[0-9].json.gz"))))
         file = tmp_path / f"{run}.html"
-        file.write_text(document(e, beside_plan(e)), "utf-8")
+        file.write_text(html(e, beside_plan(e)), "utf-8")
         page = open_page(f"file://{file}")
         shows(page, e.causes[0].cause, "#view")
         lanes = page.locator("#view canvas[aria-label*='rank 0']").get_attribute("aria-label")

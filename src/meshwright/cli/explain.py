@@ -48,8 +48,8 @@ def command(
     from meshwright.explain.folder import plan_of_run, read_traces
     from meshwright.explain.memory_snapshot import is_snapshot, read_snapshot
     from meshwright.view.memory_snapshot import page as memory_page
-    from meshwright.view.page.traced import document
     from meshwright.view.traces import as_dict, page
+    from meshwright.view.traces import html as traces_html
 
     snapshot_files = [file for file in files if is_snapshot(file)]
     if len(snapshot_files) == len(files):
@@ -61,7 +61,7 @@ def command(
         beside = beside_plan(explanation, plan or plan_of_run(files), model, cluster, gpus, set)
         memory = [report for file in snapshot_files for report in read_snapshot(file)]
     if html:
-        write_text(html, document(explanation, beside, memory))
+        write_text(html, traces_html(explanation, beside, memory))
     predicted = None if isinstance(beside, MeshwrightError) else beside.estimate.prediction
     shown = [page(explanation, beside), *([memory_page(memory, predicted)] if memory else [])]
     devices = {"devices": [report.as_dict() for report in memory]} if memory else {}

@@ -94,7 +94,7 @@ def explain_files(body: Json) -> Json:
     from meshwright.explain.beside import beside_plan
     from meshwright.explain.explanation import explain_traces
     from meshwright.explain.folder import read_traces
-    from meshwright.view.page.traced import data
+    from meshwright.view.traces import data
 
     explanation = explain_traces(read_traces(map(Path, body["files"])))
     return {"view": "traced", "data": data(explanation, beside_plan(explanation))}
