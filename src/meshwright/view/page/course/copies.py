@@ -3,7 +3,8 @@
 from meshwright import formulas
 from meshwright.cost.overlap import BackwardLayer, bucket_timeline, prefetch_timeline
 from meshwright.units import Json, counted, format_count, format_decimal_bytes, format_seconds
-from meshwright.view.page.course.drawing import Control, Figure, Values, bars, lines, registered, stat
+from meshwright.view.page.course import drawing as draw
+from meshwright.view.page.course.drawing import Control, Figure, Values, registered, stat
 from meshwright.view.page.subject import Subject
 from meshwright.view.show import zero as stages
 from meshwright.view.show.overlap import pair
@@ -31,26 +32,20 @@ def data_parallel(subject: Subject, v: Values) -> Json:
     reduce = {p: formulas.bytes_sent("all-reduce", 2 * n, p) / rate for p in POWERS[1:]}
     hidden = {p: formulas.overlapped_step(compute[p], reduce[p], 2 / 3) for p in POWERS[1:]}  # backward is two thirds
     turn = next((p for p in POWERS[1:] if reduce[p] > 2 / 3 * compute[p]), None)
-    series: list[Json] = [
-        {"name": "compute", "points": [[p, s] for p, s in compute.items()]},
-        {"name": "all-reduce of gradients", "points": [[p, s] for p, s in reduce.items()], "dash": "7 4"},
-        {"name": "step: reduction behind backward", "points": [[p, s] for p, s in hidden.items()], "width": 3},
+    series = [
+        draw.curve("compute", compute),
+        draw.curve("all-reduce of gradients", reduce, dash="7 4"),
+        draw.curve("step: reduction behind backward", hidden, width=3),
     ]
-    marks = [{"at": turn, "words": "no longer hidden", "colour": "bad", "low": True}] if turn else []
-    chart = lines(
-        series,
-        {"label": "GPUs", "log": 2, "unit": "whole"},
-        {"label": "seconds in a step", "unit": "s", "log": 10},
-        marks,
-    )
-    return chart | {
-        "stats": [
-            stat("Gradients", format_decimal_bytes(2 * n), "2 bytes each"),
-            stat("Sent by a GPU", format_decimal_bytes(reduce[POWERS[-1]] * rate), "almost the same for any number"),
-            stat("Hidden up to", ("none" if turn == 2 else f"{turn // 2:,} GPUs") if turn else "all", "of those drawn"),
-        ],
-        "note": "GPUs compute at 400 TFLOP/s. The all-reduce can hide behind backward, two thirds of the compute.",
-    }
+    stats = [
+        stat("Gradients", format_decimal_bytes(2 * n), "2 bytes each"),
+        stat("Sent by a GPU", format_decimal_bytes(reduce[POWERS[-1]] * rate), "almost the same for any number"),
+        stat("Hidden up to", ("none" if turn == 2 else f"{turn // 2:,} GPUs") if turn else "all", "of those drawn"),
+    ]
+    note = "GPUs compute at 400 TFLOP/s. The all-reduce can hide behind backward, two thirds of the compute."
+    marks = [draw.mark(turn, "no longer hidden", "bad", low=True)] if turn else []
+    x, y = draw.axis("GPUs", "whole", 2), draw.axis("seconds in a step", "s", 10)
+    return draw.lines(series, x, y, marks, stats=stats, note=note)
 
 
 @figure(
@@ -72,15 +67,13 @@ def buckets(subject: Subject, v: Values) -> Json:
     one = f"a layer's backward takes {format_seconds(v['backward'])}, a bucket {format_seconds(time_of(v['bucket']))}"
     found = pair(ways, ("reduce after backward", "buckets behind backward"), one)
     exposed = found["ways"][1]["end_s"] - found["compute_s"]
-    return {
-        "draw": "spans",
-        "data": found | {"compute": "backward", "communication": "dp", "names": ["backward", "bucket all-reduce"]},
-        "stats": [
-            stat("Exposed", format_seconds(exposed), "after the last backward"),
-            stat("One bucket", format_seconds(time_of(v["bucket"])), format_decimal_bytes(v["bucket"])),
-            stat("Overlap ratio", f"{formulas.overlap_ratio(LAYERS * time_of(v['layer']), found['compute_s']):.2f}", "all-reduce / backward"),
-        ],
-    }  # fmt: skip
+    ratio = formulas.overlap_ratio(LAYERS * time_of(v["layer"]), found["compute_s"])
+    stats = [
+        stat("Exposed", format_seconds(exposed), "after the last backward"),
+        stat("One bucket", format_seconds(time_of(v["bucket"])), format_decimal_bytes(v["bucket"])),
+        stat("Overlap ratio", f"{ratio:.2f}", "all-reduce / backward"),
+    ]
+    return draw.spans(found, "backward", "dp", "backward", "bucket all-reduce", stats=stats)
 
 
 @figure(
@@ -94,22 +87,18 @@ def bucket_count(subject: Subject, v: Values) -> Json:
     transfer = v["gradients"] / v["bandwidth"]
     best = formulas.bucket_count(v["gradients"], v["latency"], v["bandwidth"], 1e3)
     counts = sorted({round(2 ** (k / 2)) for k in range(21)} | {best})
-    points = [[k, formulas.chunked_time(k, transfer, v["latency"])] for k in counts]
-    series: list[Json] = [
-        {"name": "T(k) = k·α + t/k", "points": points, "width": 3},
-        {"name": "the last bucket, t/k", "points": [[k, transfer / k] for k in counts], "dash": "7 4"},
-        {"name": "latencies, k·α", "points": [[k, k * v["latency"]] for k in counts], "dash": "2 4"},
+    exposed = {k: formulas.chunked_time(k, transfer, v["latency"]) for k in counts}
+    series = [
+        draw.curve("T(k) = k·α + t/k", exposed, width=3),
+        draw.curve("the last bucket, t/k", {k: transfer / k for k in counts}, dash="7 4"),
+        draw.curve("latencies, k·α", {k: k * v["latency"] for k in counts}, dash="2 4"),
     ]
-    chart = lines(
-        series, {"label": "buckets k", "log": 10, "unit": "whole"}, {"label": "exposed", "unit": "s", "log": 10},
-        [{"at": best, "words": f"k* = {best}", "colour": "quiet"}],
-    )  # fmt: skip
-    return chart | {
-        "stats": [
-            stat("Best", f"{best} buckets", f"of {format_decimal_bytes(v['gradients'] / best)}"),
-            stat("Exposed", format_seconds(formulas.chunked_time(best, transfer, v["latency"])), f"one: {format_seconds(transfer + v['latency'])}"),
-        ]
-    }  # fmt: skip
+    stats = [
+        stat("Best", f"{best} buckets", f"of {format_decimal_bytes(v['gradients'] / best)}"),
+        stat("Exposed", format_seconds(exposed[best]), f"one: {format_seconds(transfer + v['latency'])}"),
+    ]
+    x, y = draw.axis("buckets k", "whole", 10), draw.axis("exposed", "s", 10)
+    return draw.lines(series, x, y, [draw.mark(best, f"k* = {best}")], stats=stats)
 
 
 @figure(
@@ -125,22 +114,14 @@ def prefetch(subject: Subject, v: Values) -> Json:
     ways = [prefetch_timeline(names, v["compute"], gather, ahead) for ahead in (False, True)]
     one = f"a layer's forward takes {format_seconds(v['compute'])}, gathering its weights {format_seconds(gather)}"
     found = pair(ways, ("gather, then compute", "prefetch the next layer"), one)
-    return {
-        "draw": "spans",
-        "data": found
-        | {"compute": "forward", "communication": "gathered", "names": ["forward", "all-gather of weights"]},
-        "stats": [
-            stat(
-                "One gather",
-                format_seconds(gather),
-                "hidden" if gather <= v["compute"] else "longer than a layer computes",
-            ),
-            stat(
-                "Exposed", format_seconds(found["ways"][1]["end_s"] - found["compute_s"]), "the first gather at least"
-            ),
-            stat("Saved", f"{found['saved']:.0%}", "by prefetching"),
-        ],
-    }
+    exposed = found["ways"][1]["end_s"] - found["compute_s"]
+    hidden = "hidden" if gather <= v["compute"] else "longer than a layer computes"
+    stats = [
+        stat("One gather", format_seconds(gather), hidden),
+        stat("Exposed", format_seconds(exposed), "the first gather at least"),
+        stat("Saved", f"{found['saved']:.0%}", "by prefetching"),
+    ]
+    return draw.spans(found, "forward", "gathered", "forward", "all-gather of weights", stats=stats)
 
 
 @figure(
@@ -156,18 +137,13 @@ def zero(subject: Subject, v: Values) -> Json:
     rows = []
     for stage in range(4):
         one = stages.stage_row(n, p, stage)
-        parts = [
-            {"name": part["name"], "value": part["bytes"], "colour": colours[part["name"]], "formula": one["formula"]}
-            for part in one["parts"]
-        ]
-        rows.append({"label": one["name"], "parts": parts, "text": format_decimal_bytes(one["bytes"])})
-    limit = {"at": v["memory"], "words": f"memory {format_decimal_bytes(v['memory'])}"}
+        parts = (draw.part(x["name"], x["bytes"], colours[x["name"]], one["formula"]) for x in one["parts"])
+        rows.append(draw.bar(one["name"], format_decimal_bytes(one["bytes"]), *parts))
     largest = [formulas.largest_model(v["memory"], formulas.state_memory(1, p, stage).total) for stage in (0, 3)]
-    return bars(rows, {"label": "bytes of state on one GPU", "unit": "bytes"}, limit=limit) | {
-        "stats": [
-            stat("State", format_decimal_bytes(formulas.state_memory(n).total), "16 bytes per parameter"),
-            stat("DDP holds up to", format_count(largest[0]), "parameters, without activations"),
-            stat("ZeRO-3 holds up to", format_count(largest[1]), f"on {counted(p, 'GPU')}"),
-        ],
-        "note": stages.note(n, p, v["memory"]),
-    }
+    stats = [
+        stat("State", format_decimal_bytes(formulas.state_memory(n).total), "16 bytes per parameter"),
+        stat("DDP holds up to", format_count(largest[0]), "parameters, without activations"),
+        stat("ZeRO-3 holds up to", format_count(largest[1]), f"on {counted(p, 'GPU')}"),
+    ]
+    limit, note = (v["memory"], f"memory {format_decimal_bytes(v['memory'])}"), stages.note(n, p, v["memory"])
+    return draw.bars(rows, draw.axis("bytes of state on one GPU", "bytes"), limit, stats=stats, note=note)

@@ -4,7 +4,7 @@ A figure is a function `f(subject, values)` with its controls. It returns `draw`
 `stats` (name, value, detail) and a `note`. A control is a slider over a list of values, a choice, or a text.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshwright.units import Json
@@ -58,15 +58,58 @@ def drawn(name: str, found: Figure, subject: Subject, given: Values) -> Json:
     return {"name": name, "controls": controls, **out}
 
 
-def lines(series: Sequence[Json], x: Json, y: Json, marks: Sequence[Json] = (), label: str = "") -> Json:
-    """The data of a chart of curves: series {name, points: [[x, y, formula?]], colour, dash, only}; axes {label, unit, log}."""
+def lines(series: Sequence[Json], x: Json, y: Json, marks: Sequence[Json] = (), label: str = "", **more: Any) -> Json:
+    """A chart of curves, with the figure's `stats` and `note`."""
     coloured = [{"colour": COLOURS[i % len(COLOURS)], **one} for i, one in enumerate(series)]
-    return {"draw": "lines", "data": {"series": coloured, "x": x, "y": y, "marks": list(marks), "label": label}}
+    return {"draw": "lines", "data": {"series": coloured, "x": x, "y": y, "marks": list(marks), "label": label}, **more}
 
 
-def bars(rows: Sequence[Json], x: Json, label: str = "", limit: Json | None = None) -> Json:
-    """The data of horizontal bars: rows {label, parts: [{name, value, colour, formula}], text}."""
-    return {"draw": "bars", "data": {"rows": list(rows), "x": x, "label": label, "limit": limit}}
+def curve(name: str, points: Mapping[Any, float] | Iterable[Sequence[Any]], **look: Any) -> Json:
+    """A curve of `lines` through points [x, y, formula?], or through the values by x; `look` is its colour, dash or width."""
+    return {
+        "name": name,
+        "points": [list(p) for p in (points.items() if isinstance(points, Mapping) else points)],
+        **look,
+    }
+
+
+def marker(name: str, *points: Sequence[Any], **look: Any) -> Json:
+    """Single points of `lines`."""
+    return curve(name, points, only=True, **look)
+
+
+def axis(label: str, unit: str = "", log: int = 0, **more: Any) -> Json:
+    """An axis: its label, its unit (a name in `format.js`), and the base of its logarithm."""
+    return {"label": label, **({"unit": unit} if unit else {}), **({"log": log} if log else {}), **more}
+
+
+def mark(at: float, words: str, colour: str = "quiet", **more: Any) -> Json:
+    """A vertical line of `lines` with words."""
+    return {"at": at, "words": words, "colour": colour, **more}
+
+
+def bars(rows: Sequence[Json], x: Json, limit: tuple[float, str] | None = None, **more: Any) -> Json:
+    """Horizontal bars, with the figure's `stats` and `note`; `limit` is a dashed line with words."""
+    line = {"at": limit[0], "words": limit[1]} if limit else None
+    return {"draw": "bars", "data": {"rows": list(rows), "x": x, "label": "", "limit": line}, **more}
+
+
+def bar(label: str, text: str, *parts: Json, **more: Any) -> Json:
+    return {"label": label, "parts": list(parts), "text": text, **more}
+
+
+def part(name: str, value: float, colour: str, formula: str, **more: Any) -> Json:
+    """One piece of a bar."""
+    return {"name": name, "value": value, "colour": colour, "formula": formula, **more}
+
+
+def spans(found: Json, compute: str, communication: str, *names: str, **more: Any) -> Json:
+    """Two timelines under each other (`view.show.overlap.pair`), drawn in the colours of compute and communication."""
+    return {
+        "draw": "spans",
+        "data": {**found, "compute": compute, "communication": communication, "names": list(names)},
+        **more,
+    }
 
 
 def stat(name: str, value: str, detail: str = "") -> Json:

@@ -9,7 +9,8 @@ from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
 from meshwright.programs.collectives.comparison import SIZES, compare, runs_on
 from meshwright.units import Json, format_decimal_bytes, format_flops, format_rate, format_seconds
 from meshwright.view.page import collectives
-from meshwright.view.page.course.drawing import Control, Figure, Values, lines, registered, sentence, stat
+from meshwright.view.page.course import drawing as draw
+from meshwright.view.page.course.drawing import Control, Figure, Values, registered, sentence, stat
 from meshwright.view.page.subject import Subject
 from meshwright.view.show.collective_request import ELEMENT_BYTES, CollectiveRequest, cluster_of, prepared
 
@@ -37,28 +38,21 @@ def message(subject: Subject, v: Values) -> Json:
     alpha, rate, size = v["latency"], v["bandwidth"], v["size"]
     equal, time = formulas.crossover_size(alpha, rate), formulas.message_time(size, alpha, rate)
     sizes = [10.0 ** (k / 8) for k in range(24, 81)]
-    series: list[Json] = [
-        {"name": "T(n) = α + n·β", "points": [[n, formulas.message_time(n, alpha, rate)] for n in sizes], "width": 3},
-        {"name": "α alone", "points": [[n, alpha] for n in sizes], "dash": "2 4"},
-        {"name": "n·β alone", "points": [[n, n / rate] for n in sizes if n / rate > alpha / 100], "dash": "7 4"},
-        {
-            "points": [[size, time, f"{format_decimal_bytes(size)}: {format_seconds(time)}"]],
-            "only": True,
-            "colour": "focus",
-        },
+    series = [
+        draw.curve("T(n) = α + n·β", {n: formulas.message_time(n, alpha, rate) for n in sizes}, width=3),
+        draw.curve("α alone", dict.fromkeys(sizes, alpha), dash="2 4"),
+        draw.curve("n·β alone", {n: n / rate for n in sizes if n / rate > alpha / 100}, dash="7 4"),
+        draw.marker("", (size, time, f"{format_decimal_bytes(size)}: {format_seconds(time)}"), colour="focus"),
     ]
     regime = formulas.message_regime(size, alpha, rate)
-    words = f"n* = {format_decimal_bytes(equal)}"
-    x, y = {"label": "bytes of the message", "unit": "bytes", "log": 10}, {"label": "time", "unit": "s", "log": 10}
-    chart = lines(series, x, y, [{"at": equal, "words": words, "colour": "quiet"}], f"Time by size; {words}")
-    return chart | {
-        "stats": [
-            stat("Time", format_seconds(time), regime.name),
-            stat("n* = α/β", format_decimal_bytes(equal), "both terms are equal"),
-            stat("Of the bandwidth", f"{size / time / rate:.0%}", format_rate(size / time)),
-        ],
-        "note": f"What helps here: {'; '.join(regime.advice)}.",
-    }
+    words, note = f"n* = {format_decimal_bytes(equal)}", f"What helps here: {'; '.join(regime.advice)}."
+    stats = [
+        stat("Time", format_seconds(time), regime.name),
+        stat("n* = α/β", format_decimal_bytes(equal), "both terms are equal"),
+        stat("Of the bandwidth", f"{size / time / rate:.0%}", format_rate(size / time)),
+    ]
+    x, y = draw.axis("bytes of the message", "bytes", 10), draw.axis("time", "s", 10)
+    return draw.lines(series, x, y, [draw.mark(equal, words)], f"Time by size; {words}", stats=stats, note=note)
 
 
 @figure(
@@ -77,17 +71,16 @@ def player(subject: Subject, v: Values) -> Json:
     shown = prepared(request)
     program = collectives.program_data(shown.program)
     inputs = [[float(x) for x in values] for values in shown.inputs or []]
-    data = {"program": program, "inputs": inputs}
-    return {
+    stats = [
+        stat("Steps", str(shown.program.steps), f"{algorithm} {operation}"),
+        stat("Time", formulas.formula(operation, algorithm), "n bytes, P ranks, without shared links"),
+    ]
+    out: Json = {
         "draw": "player",
-        "data": data,
+        "data": {"program": program, "inputs": inputs},
         "choices": {"algorithm": list(named)},
-        "stats": [
-            stat("Steps", str(shown.program.steps), f"{algorithm} {operation}"),
-            stat("Time", formulas.formula(operation, algorithm), "n bytes, P ranks, without shared links"),
-        ],
-        "note": sentence(OPERATIONS[operation]),
     }
+    return out | {"stats": stats, "note": sentence(OPERATIONS[operation])}
 
 
 @figure(
@@ -141,32 +134,27 @@ def compute_roofline(subject: Subject, v: Values) -> Json:
     chip = catalog.load("accelerators", v["accelerator"])
     peak, rate, (t, h) = chip.peak_for("bf16"), chip.memory_bandwidth, (v["tokens"], v["hidden"])
     product = 2 * t * h * h / (2 * (2 * t * h + h * h))
-    kernels = (("a norm", 5 / 4, "circle"), (f"a product of {t:,} × {h:,} × {h:,}", product, "diamond"))
-    xs = [10.0 ** (k / 8) for k in range(-4, 33)]
-    points = [
-        {"name": name, "points": [[x, min(peak, x * rate), f"{name}: {x:,.1f} FLOPs per byte, at most {format_flops(min(peak, x * rate))}"]],
-         "only": True, "shape": shape, "colour": colour}
-        for (name, x, shape), colour in zip(kernels, ("optimizer", "tp"), strict=True)
-    ]  # fmt: skip
+    series = [
+        draw.curve(
+            v["accelerator"], {x: min(peak, x * rate) for x in (10.0 ** (k / 8) for k in range(-4, 33))}, width=3
+        )
+    ]
+    for name, x, shape, colour in (
+        ("a norm", 5 / 4, "circle", "optimizer"),
+        (f"a product of {t:,} × {h:,} × {h:,}", product, "diamond", "tp"),
+    ):
+        words = f"{name}: {x:,.1f} FLOPs per byte, at most {format_flops(min(peak, x * rate))}"
+        series.append(draw.marker(name, (x, min(peak, x * rate), words), shape=shape, colour=colour))
     ridge = formulas.ridge(peak, rate)
-    chart = lines(
-        [{"points": [[x, min(peak, x * rate)] for x in xs], "name": v["accelerator"], "width": 3}, *points],
-        {"label": "FLOPs per byte of memory", "log": 10},
-        {"label": "FLOP/s", "unit": "flops", "log": 10},
-        [{"at": ridge, "words": f"ridge {ridge:,.0f}", "colour": "quiet"}],
-    )
-    return chart | {
-        "stats": [
-            stat("Peak", format_flops(peak), "bf16, dense"),
-            stat("Memory", format_rate(rate), "bytes per second"),
-            stat("Ridge", f"{ridge:,.0f}", "FLOPs per byte"),
-            stat(
-                "The product",
-                f"{product:,.0f}",
-                "FLOPs per byte; bound by " + ("compute" if product >= ridge else "memory"),
-            ),
-        ]
-    }
+    bound = "compute" if product >= ridge else "memory"
+    stats = [
+        stat("Peak", format_flops(peak), "bf16, dense"),
+        stat("Memory", format_rate(rate), "bytes per second"),
+        stat("Ridge", f"{ridge:,.0f}", "FLOPs per byte"),
+        stat("The product", f"{product:,.0f}", f"FLOPs per byte; bound by {bound}"),
+    ]
+    x_axis, y_axis = draw.axis("FLOPs per byte of memory", log=10), draw.axis("FLOP/s", "flops", 10)
+    return draw.lines(series, x_axis, y_axis, [draw.mark(ridge, f"ridge {ridge:,.0f}")], stats=stats)
 
 
 @figure(
@@ -181,36 +169,25 @@ def link_roofline(subject: Subject, v: Values) -> Json:
     levels = {round(row.bandwidth): row for row in reversed(formulas.cluster_ridges(cluster, "bf16"))}
     xs = [10.0 ** (k / 8) for k in range(16, 57)]
     slopes = [
-        {
-            "name": f"{row.level} {format_rate(row.bandwidth)}",
-            "points": [[x, min(peak, x * row.bandwidth)] for x in xs],
-            "width": 2.5,
-        }
+        draw.curve(
+            f"{row.level} {format_rate(row.bandwidth)}", {x: min(peak, x * row.bandwidth) for x in xs}, width=2.5
+        )
         for row in reversed(levels.values())
     ]
     slow = min(levels.values(), key=lambda row: row.bandwidth)
 
-    def at(tokens: float) -> list[object]:
+    def at(tokens: float) -> tuple[float, float, str]:
         ccr = formulas.compute_to_communication(1e9, tokens)
         rate = min(peak, ccr * slow.bandwidth)
-        return [
-            ccr,
-            rate,
-            f"{tokens:,.0f} tokens per device: {ccr:,.0f} FLOPs per byte, at most {format_flops(rate)} = {rate / peak:.0%} of the peak",
-        ]
+        most = f"at most {format_flops(rate)} = {rate / peak:.0%} of the peak"
+        return ccr, rate, f"{tokens:,.0f} tokens per device: {ccr:,.0f} FLOPs per byte, {most}"
 
     batches = [at(v["tokens"] * f) for f in (1 / 16, 1 / 4, 4, 16)]
     chosen = at(v["tokens"])
-    series: list[Json] = [
+    series = [
         *slopes,
-        {"name": "the same at 1/16, 1/4, 4 and 16 times the batch", "points": batches, "only": True, "colour": "quiet"},
-        {
-            "name": "data parallelism over the slowest level",
-            "points": [chosen],
-            "only": True,
-            "shape": "diamond",
-            "colour": "focus",
-        },
+        draw.marker("the same at 1/16, 1/4, 4 and 16 times the batch", *batches, colour="quiet"),
+        draw.marker("data parallelism over the slowest level", chosen, shape="diamond", colour="focus"),
     ]
     note = ""
     if cluster.name == subject.cluster.name:
@@ -218,23 +195,19 @@ def link_roofline(subject: Subject, v: Values) -> Json:
             series.append(plan_points(subject))
         except MeshwrightError as error:
             note = f"The present plan is not drawn: {error.what}."
-    marks = [
-        {"at": row.ridge, "words": f"ridge {row.ridge:,.0f}", "colour": "quiet", "low": True}
-        for row in reversed(levels.values())
+    marks = [draw.mark(row.ridge, f"ridge {row.ridge:,.0f}", low=True) for row in reversed(levels.values())]
+    stats = [
+        stat("FLOPs per byte", f"{chosen[0]:,.0f}", "3 · tokens / 2 bytes"),
+        stat("Of the peak", f"{chosen[1] / peak:.0%}", "at most, if nothing else limits"),
+        stat(
+            "Critical batch", f"{formulas.critical_batch(peak, slow.bandwidth):,.0f}", "tokens of a device at the ridge"
+        ),
     ]
-    chart = lines(
-        series, {"label": "FLOPs per byte sent", "log": 10, "from": 1e2, "to": 2e7}, {"label": "FLOP/s of a device", "unit": "flops", "log": 10},
-        marks
-    )  # fmt: skip
-    critical = formulas.critical_batch(peak, slow.bandwidth)
-    return chart | {
-        "note": note,
-        "stats": [
-            stat("FLOPs per byte", f"{chosen[0]:,.0f}", "3 · tokens / 2 bytes"),
-            stat("Of the peak", f"{chosen[1] / peak:.0%}", "at most, if nothing else limits"),  # type: ignore[operator]
-            stat("Critical batch", f"{critical:,.0f}", "tokens of a device at the ridge"),
-        ],
-    }
+    x, y = (
+        draw.axis("FLOPs per byte sent", log=10, **{"from": 1e2, "to": 2e7}),
+        draw.axis("FLOP/s of a device", "flops", 10),
+    )
+    return draw.lines(series, x, y, marks, stats=stats, note=note)
 
 
 def plan_points(subject: Subject) -> Json:
@@ -247,11 +220,5 @@ def plan_points(subject: Subject) -> Json:
         for c in one.roofline.ceilings if one else ():
             if c.bytes:
                 words = f"the present plan at batch {batch:,}: {c.ccr:,.0f} FLOPs per byte through {c.level} links"
-                points.append([c.ccr, c.efficiency * peak, words])
-    return {
-        "name": "the present plan at ¼, 1 and 4 times its batch",
-        "points": points,
-        "only": True,
-        "shape": "square",
-        "colour": "bad",
-    }
+                points.append((c.ccr, c.efficiency * peak, words))
+    return draw.marker("the present plan at ¼, 1 and 4 times its batch", *points, shape="square", colour="bad")

@@ -8,8 +8,9 @@ from meshwright.describe.shape_parts import RouterOptions
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.programs.pipelines.walk import held_changes
 from meshwright.units import Json, format_decimal_bytes, format_seconds
+from meshwright.view.page.course import drawing as draw
 from meshwright.view.page.course.copies import ACHIEVED
-from meshwright.view.page.course.drawing import Control, Figure, Values, bars, lines, registered, sentence, stat
+from meshwright.view.page.course.drawing import Control, Figure, Values, registered, sentence, stat
 from meshwright.view.page.subject import Subject
 from meshwright.view.show import matrices as products
 from meshwright.view.show.overlap import pair
@@ -63,29 +64,21 @@ def tensor_parallel(subject: Subject, v: Values) -> Json:
 
     degrees = POWERS[1:]
     points = {t: (work / t, sums(t)) for t in degrees}
-    series: list[Json] = [
-        {"name": "compute of a layer", "points": [[t, c] for t, (c, _) in points.items()]},
-        {"name": "its four all-reduces", "points": [[t, s] for t, (_, s) in points.items()], "dash": "7 4"},
-        {
-            "name": "both: nothing hides",
-            "points": [[1, work], *([t, c + s] for t, (c, s) in points.items())],
-            "width": 3,
-        },
+    series = [
+        draw.curve("compute of a layer", {t: c for t, (c, _) in points.items()}),
+        draw.curve("its four all-reduces", {t: s for t, (_, s) in points.items()}, dash="7 4"),
+        draw.curve("both: nothing hides", {1: work} | {t: sum(both) for t, both in points.items()}, width=3),
     ]
-    chart = lines(
-        series, {"label": "degree of tensor parallelism", "log": 2, "unit": "whole"}, {"label": "seconds", "unit": "s", "log": 10},
-        [{"at": NODE, "words": "a node ends", "colour": "quiet", "low": True}],
-    )  # fmt: skip
-    best = min(degrees, key=lambda t: sum(points[t]))
-    return chart | {
-        "stats": [
-            stat("Sent by a GPU, tp 8", format_decimal_bytes(formulas.tensor_parallel_traffic(1, tokens, hidden, 8)), "per layer and step"),
-            stat("Share at tp 8", f"{points[8][1] / sum(points[8]):.0%}", "of the layer is communication"),
-            stat("Share at tp 16", f"{points[16][1] / sum(points[16]):.0%}", "over two nodes"),
-            stat("Fastest", f"tp {best}", f"{work / sum(points[best]):.1f} times one GPU"),
-        ],
-        "note": "NVLink at 378 GB/s inside a node of 8, 400 TFLOP/s per GPU.",
-    }  # fmt: skip
+    best, sent = min(degrees, key=lambda t: sum(points[t])), formulas.tensor_parallel_traffic(1, tokens, hidden, 8)
+    stats = [
+        stat("Sent by a GPU, tp 8", format_decimal_bytes(sent), "per layer and step"),
+        stat("Share at tp 8", f"{points[8][1] / sum(points[8]):.0%}", "of the layer is communication"),
+        stat("Share at tp 16", f"{points[16][1] / sum(points[16]):.0%}", "over two nodes"),
+        stat("Fastest", f"tp {best}", f"{work / sum(points[best]):.1f} times one GPU"),
+    ]
+    x, y = draw.axis("degree of tensor parallelism", "whole", 2), draw.axis("seconds", "s", 10)
+    note = "NVLink at 378 GB/s inside a node of 8, 400 TFLOP/s per GPU."
+    return draw.lines(series, x, y, [draw.mark(NODE, "a node ends", low=True)], stats=stats, note=note)
 
 
 @figure(
@@ -103,24 +96,22 @@ def sequence_parallel(subject: Subject, v: Values) -> Json:
     kept = 10 * v["seq"] * v["hidden"]  # norms, dropout masks and residuals
 
     def row(name: str, total: float, copied: float) -> Json:
-        parts = [
-            {"name": "norms, dropout, residuals", "value": copied, "colour": "tp", "formula": f"10·s·h = {format_decimal_bytes(copied)}"},
-            {"name": "products", "value": total - copied, "colour": "activations", "formula": f"24·s·h: {format_decimal_bytes(total - copied)}"},
-        ]  # fmt: skip
-        return {"label": name, "parts": parts, "text": format_decimal_bytes(total)}
+        divided = total - copied
+        small = draw.part("norms, dropout, residuals", copied, "tp", f"10·s·h = {format_decimal_bytes(copied)}")
+        large = draw.part("products", divided, "activations", f"24·s·h: {format_decimal_bytes(divided)}")
+        return draw.bar(name, format_decimal_bytes(total), small, large)
 
     rows = [
         row("one GPU", whole, kept),
         row(f"tp {v['tp']}", cut, kept),
         row(f"tp {v['tp']} with sp", both, kept / v["tp"]),
     ]
-    return bars(rows, {"label": "bytes saved by one layer on one GPU", "unit": "bytes"}) | {
-        "stats": [
-            stat("Without sp", f"÷ {whole / cut:.2g}", "norms stay whole"),
-            stat("With sp", f"÷ {whole / both:.2g}", "everything is divided"),
-        ],
-        "note": "16 bits, attention scores recomputed: s·b·h·34 bytes on one GPU.",
-    }
+    stats = [
+        stat("Without sp", f"÷ {whole / cut:.2g}", "norms stay whole"),
+        stat("With sp", f"÷ {whole / both:.2g}", "everything is divided"),
+    ]
+    note = "16 bits, attention scores recomputed: s·b·h·34 bytes on one GPU."
+    return draw.bars(rows, draw.axis("bytes saved by one layer on one GPU", "bytes"), stats=stats, note=note)
 
 
 @figure(
@@ -171,27 +162,16 @@ def bubble(subject: Subject, v: Values) -> Json:
     counts = [p * k for k in (1, 2, 3, 4, 6, 8, 12, 16)]
     named = (("1f1b", "GPipe and 1F1B", 0), ("interleaved", "interleaved, V = 2", 2), ("interleaved", "interleaved, V = 4", 4),
              ("zb-h1", "ZB-H1", 0))  # fmt: skip
-    series = [
-        {
-            "name": words,
-            "points": [
-                [m, formulas.bubble_fraction(name, p, m, virtual), f"{words}, {m} micro-batches"] for m in counts
-            ],
-            "dots": True,
-        }
-        for name, words, virtual in named
+    series = []
+    for name, words, virtual in named:
+        points = ((m, formulas.bubble_fraction(name, p, m, virtual), f"{words}, {m} micro-batches") for m in counts)
+        series.append(draw.curve(words, points, dots=True))
+    stats = [
+        stat("At M = 4P", f"{formulas.bubble_fraction('1f1b', p, 4 * p):.1%}", "GPipe and 1F1B"),
+        stat("For 10%", f"{formulas.microbatches_for_efficiency('1f1b', p, 0.9)}", "micro-batches of 1F1B"),
     ]
-    enough = formulas.microbatches_for_efficiency("1f1b", p, 0.9)
-    return lines(
-        series,
-        {"label": "micro-batches", "log": 2, "unit": "whole"},
-        {"label": "bubble, share of the step", "unit": "share", "from": 0},
-    ) | {
-        "stats": [
-            stat("At M = 4P", f"{formulas.bubble_fraction('1f1b', p, 4 * p):.1%}", "GPipe and 1F1B"),
-            stat("For 10%", f"{enough}", "micro-batches of 1F1B"),
-        ]
-    }
+    x, y = draw.axis("micro-batches", "whole", 2), draw.axis("bubble, share of the step", "share", **{"from": 0})
+    return draw.lines(series, x, y, stats=stats)
 
 
 @figure(
@@ -215,18 +195,15 @@ def ring_attention(subject: Subject, v: Values) -> Json:
     one = f"attention of a block takes {format_seconds(compute)}, sending K and V {format_seconds(send)}"
     found = pair([timeline(False), timeline(True)], ("receive, then compute", "double buffering"), one)  # type: ignore[list-item]
     size = formulas.ring_attention_buffer(v["seq"], v["ranks"], v["kv"] * HEAD)
-    return {
-        "draw": "spans",
-        "data": found
-        | {"compute": "forward", "communication": "cp", "names": ["attention of a block", "K and V of the next block"]},
-        "stats": [
-            stat("Attention of a block", format_seconds(compute), f"{v['seq'] // v['ranks']:,} tokens"),
-            stat("Sending K and V", format_seconds(send), "hidden" if send <= compute else "not hidden"),
-            stat("Double buffers", format_decimal_bytes(size), "2 × K and V of a block"),
-            stat("Saved", f"{found['saved']:.0%}", "by double buffering"),
-        ],
-        "note": "Forward of one layer of 32 heads of 128, at 400 TFLOP/s, with balanced work.",
-    }
+    stats = [
+        stat("Attention of a block", format_seconds(compute), f"{v['seq'] // v['ranks']:,} tokens"),
+        stat("Sending K and V", format_seconds(send), "hidden" if send <= compute else "not hidden"),
+        stat("Double buffers", format_decimal_bytes(size), "2 × K and V of a block"),
+        stat("Saved", f"{found['saved']:.0%}", "by double buffering"),
+    ]
+    note = "Forward of one layer of 32 heads of 128, at 400 TFLOP/s, with balanced work."
+    drawn = ("attention of a block", "K and V of the next block")
+    return draw.spans(found, "forward", "cp", *drawn, stats=stats, note=note)
 
 
 @figure(
@@ -241,25 +218,13 @@ def zigzag(subject: Subject, v: Values) -> Json:
     owner = blocks // 2 if v["cut"] == "plain" else np.minimum(blocks, 2 * c - 1 - blocks)
     work = (blocks + 0.5) / (2 * c**2)  # of a block of queries: all keys before it, and half of its own
     shares = [float(work[owner == r].sum()) for r in range(c)]
-    rows = [
-        {
-            "label": f"rank {r}",
-            "parts": [
-                {
-                    "name": "work",
-                    "value": s,
-                    "colour": "cp",
-                    "formula": f"blocks {', '.join(map(str, blocks[owner == r]))} of {2 * c}: {s:.1%}",
-                }
-            ],
-            "text": f"{s:.1%} · blocks {' and '.join(map(str, blocks[owner == r]))}",
-        }
-        for r, s in enumerate(shares)
-    ]
-    slow = max(shares) * c
-    return bars(rows, {"label": "share of all query-key pairs", "unit": "share", "to": 2 / c}) | {
-        "stats": [stat("Slowest rank", f"{slow:.2f} ×", "the mean: all wait for it")],
-    }
+    rows = []
+    for r, s in enumerate(shares):
+        own = list(map(str, blocks[owner == r]))
+        whole = draw.part("work", s, "cp", f"blocks {', '.join(own)} of {2 * c}: {s:.1%}")
+        rows.append(draw.bar(f"rank {r}", f"{s:.1%} · blocks {' and '.join(own)}", whole))
+    stats = [stat("Slowest rank", f"{max(shares) * c:.2f} ×", "the mean: all wait for it")]
+    return draw.bars(rows, draw.axis("share of all query-key pairs", "share", to=2 / c), stats=stats)
 
 
 @figure(
@@ -276,30 +241,22 @@ def experts(subject: Subject, v: Values) -> Json:
     load = popularity(e, k, v["skew"]) * tokens * k
     mean = tokens * k / e
     kept = np.minimum(load, v["capacity"] * mean) if v["capacity"] else load
-    rows = [
-        {
-            "label": f"expert {i}",
-            "parts": [
-                {"name": "computed", "value": float(kept[i]), "colour": "ep", "formula": f"{kept[i]:,.0f} token copies"},
-                {"name": "dropped", "value": float(load[i] - kept[i]), "colour": "bad", "pattern": "hatch", "formula": "above the capacity"},
-            ],
-            "text": f"{kept[i]:,.0f}",
-        }
-        for i in range(min(e, 16))
-    ]  # fmt: skip
+    rows = []
+    for i in range(min(e, 16)):
+        computed = draw.part("computed", float(kept[i]), "ep", f"{kept[i]:,.0f} token copies")
+        dropped = draw.part("dropped", float(load[i] - kept[i]), "bad", "above the capacity", pattern="hatch")
+        rows.append(draw.bar(f"expert {i}", f"{kept[i]:,.0f}", computed, dropped))
     sent = formulas.bytes_sent("all-to-all", tokens * k * hidden * 2, e)
     router = RouterOptions(capacity=v["capacity"])
     busiest = float(router.busiest(1.0, load.tolist(), e)[0])
-    return bars(
-        rows, {"label": "token copies in one layer", "unit": "whole"}, limit={"at": mean, "words": f"even: {mean:,.0f}"}
-    ) | {
-        "stats": [
-            stat("Busiest expert", f"{busiest:.2f} ×", "the mean: the layer waits for it"),
-            stat("Dropped", f"{router.dropped(load.tolist()):.1%}", "of the token copies"),
-            stat("One all-to-all", format_decimal_bytes(sent), "sent by a GPU; four in a layer and step"),
-        ],
-        "note": f"{tokens:,} tokens of width {hidden:,} from every GPU. Expert i is chosen in proportion to (i+1)^−skew.",
-    }
+    stats = [
+        stat("Busiest expert", f"{busiest:.2f} ×", "the mean: the layer waits for it"),
+        stat("Dropped", f"{router.dropped(load.tolist()):.1%}", "of the token copies"),
+        stat("One all-to-all", format_decimal_bytes(sent), "sent by a GPU; four in a layer and step"),
+    ]
+    note = f"{tokens:,} tokens of width {hidden:,} from every GPU. Expert i is chosen in proportion to (i+1)^−skew."
+    limit = mean, f"even: {mean:,.0f}"
+    return draw.bars(rows, draw.axis("token copies in one layer", "whole"), limit, stats=stats, note=note)
 
 
 def popularity(experts: int, top: int, skew: float) -> np.ndarray:

@@ -6,7 +6,8 @@ from meshwright import formulas
 from meshwright.cost.advice import topk_compression
 from meshwright.describe import catalog
 from meshwright.units import Json, counted, format_decimal_bytes, format_seconds
-from meshwright.view.page.course.drawing import Control, Figure, Values, bars, lines, registered, stat
+from meshwright.view.page.course import drawing as draw
+from meshwright.view.page.course.drawing import Control, Figure, Values, registered, stat
 from meshwright.view.page.subject import Subject
 from meshwright.view.show.formats import FORMATS
 
@@ -14,6 +15,7 @@ FIGURES: dict[str, Figure] = {}
 figure = registered(FIGURES)
 
 MODELS = ("gpt2-xl", "llama2-7b", "llama3-8b", "llama2-70b", "llama3-70b", "gpt3-175b")
+COLOURS = {"optimizer": "states"}  # the other parts have a colour of their name
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -23,34 +25,13 @@ def formats(subject: Subject, v: Values) -> Json:
     rows = []
     for f in FORMATS[1:]:
         low, normal, high = f.smallest, f.smallest_normal, f.largest
-        parts = [
-            {
-                "name": "with fewer digits",
-                "value": normal - low,
-                "colour": "hidden",
-                "formula": f"{f.name}: {low:.2g} to {normal:.2g} with fewer digits",
-            },
-            {
-                "name": "with all digits",
-                "value": high - normal,
-                "colour": "compute",
-                "formula": f"{f.name}: {normal:.2g} to {high:.3g}",
-            },
-        ]
-        rows.append({"label": f.name, "start": low, "parts": parts, "text": f"{f.digits:.1f} digits"})
-    return bars(
-        rows,
-        {
-            "label": "size of a number",
-            "unit": "power",
-            "log": 10,
-            "from": 1e-46,
-            "to": 1e40,
-            "ticks": [1e-40, 1e-20, 1.0, 1e20, 1e40],
-        },
-    ) | {
-        "note": "Formats of 8 bits or fewer need scale factors that map the data into their range.",
-    }
+        words = f"{f.name}: {low:.2g} to {normal:.2g} with fewer digits", f"{f.name}: {normal:.2g} to {high:.3g}"
+        fewer = draw.part("with fewer digits", normal - low, "hidden", words[0])
+        every = draw.part("with all digits", high - normal, "compute", words[1])
+        rows.append(draw.bar(f.name, f"{f.digits:.1f} digits", fewer, every, start=low))
+    shown = {"from": 1e-46, "to": 1e40, "ticks": [1e-40, 1e-20, 1.0, 1e20, 1e40]}
+    note = "Formats of 8 bits or fewer need scale factors that map the data into their range."
+    return draw.bars(rows, draw.axis("size of a number", "power", 10, **shown), note=note)
 
 
 @figure(
@@ -67,15 +48,14 @@ def rounding(subject: Subject, v: Values) -> Json:
         for k in range(1, steps + 1):
             at = rounded(at + step, bits)
             points.append([k, at])
-        series.append({"name": name, "points": points, "width": 2.5})
+        series.append(draw.curve(name, points, width=2.5))
     lost = [1 - (s["points"][-1][1] - v["weight"]) / (steps * step) for s in series]
-    return lines(series, {"label": "updates", "unit": "whole"}, {"label": "weight", "from": v["weight"]}) | {
-        "stats": [
-            stat("Lost in bf16", f"{lost[2]:.0%}", f"of {steps} updates of {step:g}"),
-            stat("Lost in fp16", f"{lost[1]:.0%}", "the same updates"),
-            stat("Half a step of bf16", f"{2.0**-8:.2%}", "of the weight: smaller updates may vanish"),
-        ],
-    }
+    stats = [
+        stat("Lost in bf16", f"{lost[2]:.0%}", f"of {steps} updates of {step:g}"),
+        stat("Lost in fp16", f"{lost[1]:.0%}", "the same updates"),
+        stat("Half a step of bf16", f"{2.0**-8:.2%}", "of the weight: smaller updates may vanish"),
+    ]
+    return draw.lines(series, draw.axis("updates", "whole"), draw.axis("weight", **{"from": v["weight"]}), stats=stats)
 
 
 def rounded(x: float, mantissa: int) -> float:
@@ -101,24 +81,16 @@ def compression(subject: Subject, v: Values) -> Json:
             p: size / topk_compression(v["share"], 4, 4, p) for p, size in dense.items()
         },
     }
-    series = [{"name": name, "points": [[p, s] for p, s in sizes.items()]} for name, sizes in ways.items()]
     worse = next((p for p in RANKS if topk_compression(v["share"], 4, 4, p) < 1), None)
-    marks = [{"at": worse, "words": "top-k sends more than fp32", "colour": "bad", "low": True}] if worse else []
-    chart = lines(
-        series,
-        {"label": "ranks", "log": 2, "unit": "whole"},
-        {"label": "bytes sent by a rank", "unit": "bytes", "log": 10},
-        marks,
-    )
-    return chart | {
-        "stats": [
-            stat(
-                "Ratio of one list", f"{topk_compression(v['share'], 4, 4):.0f} ×", "values and indices, against fp32"
-            ),
-            stat("Ratio on 8 ranks", f"{topk_compression(v['share'], 4, 4, 8):.1f} ×", "bytes sent"),
-            stat("Ratio on 64 ranks", f"{topk_compression(v['share'], 4, 4, 64):.2g} ×", "bytes sent"),
-        ]
-    }
+    marks = [draw.mark(worse, "top-k sends more than fp32", "bad", low=True)] if worse else []
+    one, few, many = (topk_compression(v["share"], 4, 4, *ranks) for ranks in ((), (8,), (64,)))
+    stats = [
+        stat("Ratio of one list", f"{one:.0f} ×", "values and indices, against fp32"),
+        stat("Ratio on 8 ranks", f"{few:.1f} ×", "bytes sent"),
+        stat("Ratio on 64 ranks", f"{many:.2g} ×", "bytes sent"),
+    ]
+    x, y = draw.axis("ranks", "whole", 2), draw.axis("bytes sent by a rank", "bytes", 10)
+    return draw.lines([draw.curve(name, sizes) for name, sizes in ways.items()], x, y, marks, stats=stats)
 
 
 @figure(
@@ -130,27 +102,18 @@ def compression(subject: Subject, v: Values) -> Json:
 def break_even(subject: Subject, v: Values) -> Json:
     """Seconds of an all-reduce of fp32 gradients with and without compression, by the bandwidth."""
     size, rates = 4 * v["parameters"], [10.0 ** (k / 4) for k in range(36, 49)]
-    plain = [[r, 2 * size / r] for r in rates]
-    less = [[r, 2 * size / v["ratio"] / r + v["seconds"]] for r in rates]
-    equal = 2 * size * (1 - 1 / v["ratio"]) / v["seconds"]
-    series = [{"name": "fp32", "points": plain}, {"name": f"compressed {v['ratio']} ×", "points": less}]
-    marks = [{"at": equal, "words": "equal", "colour": "quiet"}] if rates[0] < equal < rates[-1] else []
-    chart = lines(
-        series,
-        {"label": "bandwidth of a rank", "unit": "rate", "log": 10},
-        {"label": "seconds", "unit": "s", "log": 10},
-        marks,
+    less = {r: 2 * size / v["ratio"] / r + v["seconds"] for r in rates}
+    left_out = 2 * size * (1 - 1 / v["ratio"])  # bytes that are not sent
+    equal = left_out / v["seconds"]
+    series = [draw.curve("fp32", {r: 2 * size / r for r in rates}), draw.curve(f"compressed {v['ratio']} ×", less)]
+    marks = [draw.mark(equal, "equal")] if rates[0] < equal < rates[-1] else []
+    stats = [
+        stat("Pays below", f"{equal / 1e9:,.0f} GB/s", "if nothing is hidden"),
+        stat("At 12.5 GB/s", f"saves {format_seconds(left_out / 12.5e9 - v['seconds'])}", "100 Gb/s Ethernet"),
+    ]
+    return draw.lines(
+        series, draw.axis("bandwidth of a rank", "rate", 10), draw.axis("seconds", "s", 10), marks, stats=stats
     )
-    return chart | {
-        "stats": [
-            stat("Pays below", f"{equal / 1e9:,.0f} GB/s", "if nothing is hidden"),
-            stat(
-                "At 12.5 GB/s",
-                f"saves {format_seconds(2 * size * (1 - 1 / v['ratio']) / 12.5e9 - v['seconds'])}",
-                "100 Gb/s Ethernet",
-            ),
-        ]
-    }
 
 
 @figure(
@@ -169,31 +132,26 @@ def memory(subject: Subject, v: Values) -> Json:
     scores = formulas.model_activations(model, v["seq"], v["batch"], flash=False)
     inputs = 2.0 * model.layers * v["seq"] * v["batch"] * model.hidden
     one = saved / model.layers
-    kinds = (
-        ("all, with attention scores", scores, ""),
-        ("all but the scores", saved, ""),
-        ("inputs of layers", inputs + one, " full recompute"),
-    )
+    kinds = {"all, with attention scores": scores, "all but the scores": saved, "inputs of layers": inputs + one}
     rows = []
-    for name, size, _ in kinds:
-        parts = (("parameters", state.parameters, "parameters"), ("gradients", state.gradients, "gradients"),
-                 ("optimizer", state.optimizer, "states"), ("activations", size, "activations"))  # fmt: skip
-        total = state.total + size
-        rows.append({
-            "label": name, "text": format_decimal_bytes(total),
-            "parts": [{"name": part, "value": x, "colour": c, "formula": f"{part}: {format_decimal_bytes(x)}"} for part, x, c in parts],
-        })  # fmt: skip
-    limit = {"at": v["memory"], "words": f"memory {format_decimal_bytes(v['memory'])}"}
+    for name, size in kinds.items():
+        sizes = {
+            "parameters": state.parameters,
+            "gradients": state.gradients,
+            "optimizer": state.optimizer,
+            "activations": size,
+        }
+        parts = (
+            draw.part(key, x, COLOURS.get(key, key), f"{key}: {format_decimal_bytes(x)}") for key, x in sizes.items()
+        )
+        rows.append(draw.bar(name, format_decimal_bytes(state.total + size), *parts))
     more = sum(model.flops(v["seq"]).values()) / model.model_flops(v["seq"])
-    return bars(rows, {"label": "bytes on one GPU", "unit": "bytes"}, limit=limit) | {
-        "stats": [
-            stat(
-                "State", format_decimal_bytes(state.total), f"16 bytes per parameter over {counted(v['ranks'], 'GPU')}"
-            ),
-            stat(
-                "Activations", format_decimal_bytes(saved), f"{format_decimal_bytes(inputs + one)} with full recompute"
-            ),
-            stat("Price of full recompute", f"{more:.0%}", "more arithmetic"),
-        ],
-        "note": "Full recompute keeps the input of every layer, and rebuilds one layer at a time.",
-    }
+    full = format_decimal_bytes(inputs + one)
+    stats = [
+        stat("State", format_decimal_bytes(state.total), f"16 bytes per parameter over {counted(v['ranks'], 'GPU')}"),
+        stat("Activations", format_decimal_bytes(saved), f"{full} with full recompute"),
+        stat("Price of full recompute", f"{more:.0%}", "more arithmetic"),
+    ]
+    note = "Full recompute keeps the input of every layer, and rebuilds one layer at a time."
+    limit = v["memory"], f"memory {format_decimal_bytes(v['memory'])}"
+    return draw.bars(rows, draw.axis("bytes on one GPU", "bytes"), limit, stats=stats, note=note)

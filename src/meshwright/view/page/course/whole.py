@@ -9,7 +9,8 @@ from meshwright.planner import goodput as failures
 from meshwright.planner.cases import studies
 from meshwright.units import Json, format_count, format_decimal_bytes, format_seconds
 from meshwright.view.page import published, ranks
-from meshwright.view.page.course.drawing import Control, Figure, Values, bars, lines, registered, stat
+from meshwright.view.page.course import drawing as draw
+from meshwright.view.page.course.drawing import Control, Figure, Values, registered, stat
 from meshwright.view.page.subject import Subject
 
 FIGURES: dict[str, Figure] = {}
@@ -18,6 +19,7 @@ figure = registered(FIGURES)
 WORLD = 64
 DEGREES = (1, 2, 4)
 HOUR = 3600.0
+AROUND_ONE: Json = {"log": 2, "from": 0.5, "to": 2.0}  # an axis of ratios
 LLAMA3_HOURS = round(failures.GPU_MTBF / HOUR, -2)  # between interruptions of a GPU of Llama 3
 
 
@@ -61,18 +63,16 @@ def networks(subject: Subject, v: Values) -> Json:
     rows = []
     for k, (name, s) in enumerate(shown.items()):
         words = formulas.formula("all-reduce", name)
-        part = {"name": "time", "value": s, "colour": "compute" if k else "optimizer", "formula": words}
-        rows.append({"label": name, "parts": [part], "text": format_seconds(s)})
+        rows.append(draw.bar(name, format_seconds(s), draw.part("time", s, "compute" if k else "optimizer", words)))
     through = formulas.bytes_sent("all-reduce", v["size"] / 8, v["nodes"])
     ratio = shown["ring"] / next(iter(shown.values()))
-    return bars(rows, {"label": "time of one all-reduce", "unit": "s"}) | {
-        "stats": [
-            stat("Fastest", next(iter(shown)), format_seconds(next(iter(shown.values())))),
-            stat("One flat ring", f"{ratio:.1f} ×", "as long: one card of a node carries all"),
-            stat("Bytes through a card", format_decimal_bytes(through), "if all eight share the buffer"),
-        ],
-        "note": "NVLink 378 GB/s and 1.5 µs inside a node, 5 µs between nodes.",
-    }
+    stats = [
+        stat("Fastest", next(iter(shown)), format_seconds(next(iter(shown.values())))),
+        stat("One flat ring", f"{ratio:.1f} ×", "as long: one card of a node carries all"),
+        stat("Bytes through a card", format_decimal_bytes(through), "if all eight share the buffer"),
+    ]
+    note = "NVLink 378 GB/s and 1.5 µs inside a node, 5 µs between nodes."
+    return draw.bars(rows, draw.axis("time of one all-reduce", "s"), stats=stats, note=note)
 
 
 @figure(
@@ -88,22 +88,17 @@ def failure(subject: Subject, v: Values) -> Json:
     """The share of time that trains, by the interval between saves."""
     r = failures.reliability(v["gpus"], v["save"], v["restart"], v["unit"] * HOUR)
     young = failures.young_interval(r.save, r.mtbf)
-    curve = failures.curve(r.save, r.restart, r.mtbf, 49, 32.0)
-    points = [[t, share, f"every {format_seconds(t)}: {share:.1%}"] for t, share in curve]
-    marks = [{"at": r.interval, "words": f"best {format_seconds(r.interval)}", "colour": "optimizer", "low": True}]
-    chart = lines(
-        [{"points": points, "name": "goodput", "width": 3}],
-        {"label": "time between saves", "unit": "s", "log": 10},
-        {"label": "goodput", "unit": "share", "to": 1.0},
-        marks,
+    shares = failures.curve(r.save, r.restart, r.mtbf, 49, 32.0)
+    drawn = draw.curve("goodput", ((t, x, f"every {format_seconds(t)}: {x:.1%}") for t, x in shares), width=3)
+    stats = [
+        stat("A failure every", format_seconds(r.mtbf), "of the whole cluster"),
+        stat("Save every", format_seconds(r.interval), f"Young's √(2·δ·M): {format_seconds(young)}"),
+        stat("Goodput", f"{r.goodput:.1%}", "share of time that trains"),
+    ]
+    best = draw.mark(r.interval, f"best {format_seconds(r.interval)}", "optimizer", low=True)
+    return draw.lines(
+        [drawn], draw.axis("time between saves", "s", 10), draw.axis("goodput", "share", to=1.0), [best], stats=stats
     )
-    return chart | {
-        "stats": [
-            stat("A failure every", format_seconds(r.mtbf), "of the whole cluster"),
-            stat("Save every", format_seconds(r.interval), f"Young's √(2·δ·M): {format_seconds(young)}"),
-            stat("Goodput", f"{r.goodput:.1%}", "share of time that trains"),
-        ],
-    }  # fmt: skip
 
 
 @figure(
@@ -117,31 +112,20 @@ def loss(subject: Subject, v: Values) -> Json:
     for factor, dash in ((0.1, "2 4"), (1.0, None), (10.0, "7 4")):
         best = formulas.compute_optimal(v["flops"] * factor, v["fit"])
         sizes = [best.parameters * 10 ** (k / 8) for k in range(-12, 13)]
-        points = [[n, formulas.chinchilla_loss(n, best.flops / 6 / n, v["fit"])] for n in sizes]
-        series.append(
-            {
-                "name": f"{power_of_ten(best.flops)} FLOPs",
-                "points": points,
-                "dash": dash,
-                "width": 3 if factor == 1 else 2,
-            }
-        )
+        losses = {n: formulas.chinchilla_loss(n, best.flops / 6 / n, v["fit"]) for n in sizes}
+        look = {"dash": dash, "width": 3 if factor == 1 else 2}
+        series.append(draw.curve(f"{power_of_ten(best.flops)} FLOPs", losses, **look))
     best = formulas.compute_optimal(v["flops"], v["fit"])
     words = f"{format_count(best.parameters)} parameters, {format_count(best.tokens)} tokens: loss {best.loss:.3f}"
-    series.append({"points": [[best.parameters, best.loss, words]], "only": True, "colour": "focus"})
-    chart = lines(
-        series,
-        {"label": "parameters; tokens = FLOPs / 6N", "unit": "count", "log": 10},
-        {"label": "loss, nats per token", "from": 1.6, "unit": "number"},
-    )
-    return chart | {
-        "stats": [
-            stat("Parameters", format_count(best.parameters), "with the lowest loss"),
-            stat("Tokens", format_count(best.tokens), f"{best.tokens / best.parameters:.0f} for each parameter"),
-            stat("Loss", f"{best.loss:.3f}", "nats per token"),
-        ],
-        "note": f"Fit: {best.source}.",
-    }  # fmt: skip
+    series.append(draw.marker("", (best.parameters, best.loss, words), colour="focus"))
+    stats = [
+        stat("Parameters", format_count(best.parameters), "with the lowest loss"),
+        stat("Tokens", format_count(best.tokens), f"{best.tokens / best.parameters:.0f} for each parameter"),
+        stat("Loss", f"{best.loss:.3f}", "nats per token"),
+    ]
+    x = draw.axis("parameters; tokens = FLOPs / 6N", "count", 10)
+    y = draw.axis("loss, nats per token", "number", **{"from": 1.6})
+    return draw.lines(series, x, y, stats=stats, note=f"Fit: {best.source}.")
 
 
 def power_of_ten(value: float) -> str:
@@ -153,21 +137,20 @@ def power_of_ten(value: float) -> str:
 def runs(subject: Subject, v: Values) -> Json:
     """Step times of well-known runs: predicted over measured, with the error band."""
     rows = published.near_runs(subject.model, subject.cluster.accelerator.name)
-    bands = [
-        {"label": row["run"], "start": row["low_s"] / row["measured_s"],
-         "parts": [{"name": "error band", "value": (row["high_s"] - row["low_s"]) / row["measured_s"], "colour": "compute" if row["within"] else "tp",
-                    "formula": row["formula"]}],
-         "text": f"{row['ratio']:.2f} × on {row['gpus']:,} {row['accelerator']}"}
-        for row in rows
-    ]  # fmt: skip
-    hits = sum(row["within"] for row in rows)
-    return bars(
-        bands,
-        {"label": "predicted step / measured step", "log": 2, "from": 0.5, "to": 2.0},
-        limit={"at": 1.0, "words": "as measured"},
-    ) | {
-        "stats": [stat("Inside the band", f"{hits} of {len(rows)}", "published step times")],
-    }
+    bands = []
+    for row in rows:
+        low, high = (row[name] / row["measured_s"] for name in ("low_s", "high_s"))
+        text = f"{row['ratio']:.2f} × on {row['gpus']:,} {row['accelerator']}"
+        bands.append(error_band(row["run"], text, low, high - low, row["within"], row["formula"]))
+    stats = [stat("Inside the band", f"{sum(row['within'] for row in rows)} of {len(rows)}", "published step times")]
+    return draw.bars(
+        bands, draw.axis("predicted step / measured step", **AROUND_ONE), (1.0, "as measured"), stats=stats
+    )
+
+
+def error_band(label: str, text: str, low: float, width: float, within: bool, formula: str) -> Json:
+    """The band of a prediction over the published figure, coloured by whether the figure is inside."""
+    return draw.bar(label, text, draw.part("error band", width, "compute" if within else "tp", formula), start=low)
 
 
 @figure("case", Control("case", "Run", "bloom", tuple(name for name in studies.CASES), kind="choice"))
@@ -177,19 +160,9 @@ def case(subject: Subject, v: Values) -> Json:
     bands = []
     for k, row in enumerate(study.rows):
         words = f"published {row.published:,.4g} {row.unit}, estimated {row.ours:,.4g} ({row.low:,.4g} to {row.high:,.4g}). Source: {row.source}"
-        part = {
-            "name": "error band",
-            "value": max((row.high - row.low) / row.published, 0.01),
-            "colour": "compute" if row.within else "tp",
-        }
+        width = max((row.high - row.low) / row.published, 0.01)
         label = f"{row.unit}, {k + 1}" if sum(one.unit == row.unit for one in study.rows) > 1 else row.unit
         text = f"{row.ratio:.2f} × of {row.published:,.4g}"
-        bands.append(
-            {"label": label, "start": row.low / row.published, "parts": [{**part, "formula": words}], "text": text}
-        )
-    chart = bars(
-        bands,
-        {"label": "estimated / published", "log": 2, "from": 0.5, "to": 2.0},
-        limit={"at": 1.0, "words": "as published"},
-    )
-    return chart | {"note": f"{study.case.title}, {study.case.by}. {study.case.story}"}
+        bands.append(error_band(label, text, row.low / row.published, width, row.within, words))
+    note = f"{study.case.title}, {study.case.by}. {study.case.story}"
+    return draw.bars(bands, draw.axis("estimated / published", **AROUND_ONE), (1.0, "as published"), note=note)
