@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -60,7 +60,10 @@ class Key:
     default: Any = None  # the value of the fact where the key is absent; None: the fact is then unknown
     always: bool = False  # written also where it equals the default
     read_only: bool = False
-    unset: tuple[Any, ...] = ()  # values that state nothing, such as "auto"
+    unset: Sequence[Any] = ()  # values that state nothing, such as "auto"
+
+    def __post_init__(self) -> None:
+        assert self.fact in FACTS, f"{self.name}: '{self.fact}' is a fact without a meaning"
 
     def decode(self, value: Any) -> Any:
         """The fact of a value of the framework; `INVALID` if the table has no such word."""
@@ -104,15 +107,11 @@ INVALID = _Invalid()
 class Table:
     """The keys of a framework, and patterns of keys that set no fact."""
 
-    keys: tuple[Key, ...]
+    keys: Sequence[Key]
     not_modelled: tuple[str, ...] = ()  # time or memory may depend on them, in a way that the cost model does not have
     derive: Callable[[Facts], None] = lambda facts: None  # facts that follow from several keys
     restate: Callable[[Facts], None] = lambda facts: None  # its inverse, before writing
     known_as: str = ""  # the framework in the table of known key names; "": it is not there
-
-    def __post_init__(self) -> None:
-        missing = {key.fact for key in self.keys} - set(FACTS)
-        assert not missing, f"facts without a meaning: {sorted(missing)}"
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -295,24 +294,6 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-SWITCH = {True: True, False: False}
-
-
-def flag(fact: str, name: str, default: bool = False, **more: Any) -> Key:
-    """A key that is true or false."""
-    return Key(name, fact, words=SWITCH, default=default, **more)
-
-
-def rows(table: Iterable[tuple[Any, ...]], prefix: str = "", **same: Any) -> tuple[Key, ...]:
-    """Keys of equal properties, a row each: the name, or the name and its older spellings; the fact; then its words, its patterns, or both."""
-    out = []
-    for names, fact, *meanings in table:
-        name, *was = (names,) if isinstance(names, str) else names
-        own = {"words" if isinstance(meaning, Mapping) else "match": meaning for meaning in meanings}
-        out.append(Key(prefix + name, fact, was=tuple(was), **own, **same))
-    return tuple(out)
-
-
 # --- What is wrong with settings, found before a plan is made of them.
 
 
@@ -391,7 +372,3 @@ class Framework:
     def names_least_gpus(self, path: str) -> bool:
         """Whether the number of GPUs of a recipe at this path of the framework's repository is the smallest that its degrees allow."""
         return bool(self.least_gpus and re.search(self.least_gpus, path))
-
-
-OPTIMIZERS = (("muon", "muon"), ("adamw", "adamw"), ("adam|optimizers|lamb|lion", "adamw"), ("sgd", "sgd"))
-PRECISIONS = (("nvfp4|fp4", "fp4"), ("mxfp8|fp8_mx|fp8mx", "mxfp8"), ("fp8|float8", "fp8"))  # in names of recipes

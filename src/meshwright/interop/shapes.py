@@ -13,7 +13,8 @@ from typing import Any
 from meshwright.describe import catalog
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
-from meshwright.interop.keys import SWITCH, Facts, Table, read_facts, rows
+from meshwright.interop.key_file import KeyTable
+from meshwright.interop.keys import Facts, Table, read_facts
 from meshwright.interop.stages import pattern_layers
 
 # --- Names of models and of hardware, as people write them, in the catalog.
@@ -100,35 +101,7 @@ DIVISIBLE = 2**7 * 3 * 5 * 7  # a multiple of the usual degrees
 MANY_LAYERS = 2**6 * 3 * 5
 LEAST_VOCAB = 32_000  # tokens of Llama 2's and Mistral's tokenizers; others have more
 # Names of a shape in torchtitan's model packages, in Hugging Face configs, and plain ones.
-PLAIN = Table(
-    keys=(
-        *rows((
-            (("num_layers", "n_layers", "num_hidden_layers", "nlayers"), "model.layers"),
-            (("hidden_size", "dim", "hidden_dim_model", "d_model"), "model.hidden"),
-            (("num_attention_heads", "n_heads", "num_heads"), "model.heads"),
-            (("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups"), "model.kv_heads"),
-            (("head_dim", "kv_channels"), "model.head_dim"),
-            (("ffn_hidden_size", "hidden_dim", "inter_dim", "dense_hidden_dim", "intermediate_size"), "model.ffn"),
-            ("vocab_size", "model.vocab"),
-            (("num_experts", "moe_args.num_experts", "n_routed_experts", "num_local_experts", "num_moe_experts"), "model.experts"),
-            (("top_k", "moe_args.top_k", "num_experts_per_tok", "moe_router_topk"), "model.top_k"),
-            (("moe_ffn_hidden_size", "moe_inter_dim", "moe_hidden_dim", "moe_intermediate_size"), "model.expert_ffn"),
-            (("num_shared_experts", "moe_args.num_shared_experts", "n_shared_experts"), "model.shared_experts"),
-            ("shared_expert_ffn_hidden_size", "model.shared_ffn"),
-            (("num_dense_layers", "n_dense_layers", "first_k_dense_replace"), "model.dense_layers"),
-            ("interleave_moe_layer_step", "model.moe_every"), ("q_lora_rank", "model.q_rank"), ("kv_lora_rank", "model.kv_rank"),
-            ("qk_nope_head_dim", "model.nope_dim"),
-            (("qk_rope_head_dim", "rope_dim"), "model.rope_dim"),
-            ("v_head_dim", "model.value_dim"), ("multiple_of", "ffn_multiple"), ("ffn_dim_multiplier", "ffn_factor"),
-            ("hybrid_layer_pattern", "pattern"), ("mtp_num_layers", "mtp"),
-            (("vision_layers", "encoder.n_layers"), "encoder_layers"),
-        )),
-        *rows((
-            (("tie_word_embeddings", "enable_weight_tying"), "model.tied"),
-            ("qk_norm", "model.qk_norm"),
-        ), words=SWITCH),
-    ),
-)  # fmt: skip
+PLAIN = Table(KeyTable("plain"))
 
 
 @dataclass

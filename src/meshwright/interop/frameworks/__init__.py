@@ -1,4 +1,4 @@
-"""The frameworks whose settings are read and written, one file each."""
+"""The frameworks whose settings are read and written, one file each; their tables of keys are in `keys.toml`."""
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence

@@ -4,11 +4,8 @@ Data parallelism is FSDP2 over the GPUs that tp, cp and pp leave. The local batc
 of `pp_microbatch_size`. Gathered weights stay after forward unless `reshard_after_forward` is true.
 """
 
-from meshwright.interop.keys import OPTIMIZERS, SWITCH, Facts, Framework, Key, Table, flag, rows
-
-D = "distributed."
-SCHEDULES = {"1f1b": "1f1b", "interleaved1f1b": "interleaved", "gpipe": "gpipe", "zbvzerobubble": "zbv", "interleavedzerobubble": "interleaved-zb",
-             "loopedbfs": "looped-bfs", "dualpipev": "dualpipev"}  # fmt: skip
+from meshwright.interop.key_file import KeyTable
+from meshwright.interop.keys import Facts, Framework, Table
 
 
 def _derive(facts: Facts) -> None:
@@ -76,84 +73,7 @@ def _restate(facts: Facts) -> None:
 
 TABLE = Table(
     known_as="automodel",
-    keys=(
-        *rows((
-            (("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path", "model.config.name_or_path"), "model"),
-            ("model.config.num_hidden_layers", "model.layers"), ("model.config.hidden_size", "model.hidden"),
-            ("model.config.num_attention_heads", "model.heads"), ("model.config.num_key_value_heads", "model.kv_heads"),
-            ("model.config.intermediate_size", "model.ffn"), ("model.config.vocab_size", "model.vocab"),
-            (("model.config.n_routed_experts", "model.config.num_experts"), "model.experts"),
-            ("model.config.num_experts_per_tok", "model.top_k"), ("model.config.moe_intermediate_size", "model.expert_ffn"),
-            ("model.config.n_shared_experts", "model.shared_experts"), ("model.config.first_k_dense_replace", "model.dense_layers"),
-            ("model.config.q_lora_rank", "model.q_rank"), ("model.config.kv_lora_rank", "model.kv_rank"),
-            ("model.config.qk_nope_head_dim", "model.nope_dim"), ("model.config.qk_rope_head_dim", "model.rope_dim"),
-            ("model.config.v_head_dim", "model.value_dim"), ("model.config.tie_word_embeddings", "model.tied"),
-        ), read_only=True),
-        *rows((("model.pretrained_model_name_or_path", "hub_model"), ("optimizer.lr", "learning_rate"))),
-        Key(D + "strategy", "fsdp", words={"fsdp2": "fsdp2", "megatron_fsdp": "megatron_fsdp", "ddp": "ddp"}, default="fsdp2", always=True),
-        *rows((("tp_size", "tp"), ("cp_size", "cp"), ("pp_size", "pp"), ("ep_size", "ep")), prefix=D, default=1, always=True),
-        Key(D + "dp_size", "dp", unset=("none",), read_only=True),
-        Key(D + "dp_replicate_size", "replicate", unset=("none",)),
-        flag("sp", D + "sequence_parallel", always=True),
-        Key(D + "pipeline.pp_schedule", "schedule", words=SCHEDULES, was=("autopipeline.pp_schedule", D + "pp_schedule")),
-        Key(D + "pipeline.pp_microbatch_size", "pipeline_microbatch", was=("autopipeline.pp_microbatch_size",), default=1),
-        *rows((
-            (("distributed.pipeline.layers_per_stage", "autopipeline.layers_per_stage"), "layers_per_chunk"),
-            (("distributed.pipeline.round_virtual_stages_to_pp_multiple", "autopipeline.round_virtual_stages_to_pp_multiple"),
-             "round_stages", {"down": "down", "up": "up", None: None}),
-        )),
-        Key(D + "activation_checkpointing", "recompute", words={True: "full", False: "none", "full": "full", "selective": "selective"},
-            was=("parallelizer.activation_checkpointing", "model.base_activation_checkpointing"), default="none"),
-        Key(D + "defer_fsdp_grad_sync", "defers_reduction", words=SWITCH, default=True),
-        Key(D + "reshard_after_forward", "reshard", words={True: True, False: False, None: None}),
-        Key(D + "moe.reshard_after_forward", "moe_reshard", words=SWITCH, was=("parallelizer.reshard_after_forward",)),
-        flag("overlap_tp", D + "enable_async_tensor_parallel"),
-        *rows((
-            ("overlap_grad_reduce", "overlap_dp"),  # of megatron_fsdp, on by default
-            ("overlap_param_gather", "overlap_gather"),
-        ), prefix=D, words=SWITCH, read_only=True),
-        Key("checkpoint.is_async", "saves", words={True: "copied", False: "sharded"}, default="sharded"),
-        *rows((
-            ("step_scheduler.global_batch_size", "batch"), ("step_scheduler.local_batch_size", "local_batch"),
-            (("dataset.seq_len", "dataset.seq_length", "dataset.max_length", "autopipeline.pp_seq_len"), "seq"),
-        ), always=True),
-        Key("packed_sequence.packed_sequence_size", "packed_seq", was=("packed_sequence.pack_size",), unset=(0,), read_only=True),
-        Key("model.torch_dtype", "half", words={"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}, default="bf16", match=(("bf16|bfloat16", "bf16"), ("fp16|float16", "fp16"), ("float32|fp32", "fp32"), ("auto", "bf16"))),
-        *rows((
-            ("fp8.enabled", "eight", {True: "fp8", False: None}),
-            ("optimizer._target_", "master", ((r"torch\.optim", False), (".", None))),
-            ("distributed.offload_policy", "offload_states", ((".", True),)),
-            ("loss_fn._target_", "fused_loss", (("linear_ce|fused", True), (".", False))),
-        )),
-        *rows((
-            ("model.backend.te_fp8.recipe", "eight", {"mxfp8": "mxfp8", "current": "fp8", "block": "fp8", "delayed": "fp8"}),
-            ("optimizer._target_", "eight_bit_states", (("flashoptim|8bit", True), (".", None))),
-            ("dataset.truncation", "unbounded_length", {False: True}, ((".", None),)),
-            ("dataset.padding", "dynamic_length", {"do_not_pad": True}, ((".", None),)),
-            ("loss_fn.fp32_upcast", "half_loss", {True: False, False: True}),
-            (("model.attn_implementation", "model.backend.attn"), "eager", {"eager": True}, ((".", None),)),
-            ("model.backend.dispatcher", "dispatcher"),
-            (("ci.nodes", "benchmark.num_nodes", "skypilot.num_nodes"), "nodes"),
-            ("ci.nproc_per_node", "gpus_per_node"),
-        ), read_only=True),
-        *rows((
-            ("distributed.mp_policy.reduce_dtype", "grad_dtype", {"float32": "fp32", "bfloat16": "bf16"}),
-            ("optimizer.exp_avg_dtype", "state_dtype", {"torch.float32": "fp32", "torch.bfloat16": "bf16"}),
-        ), default="fp32"),
-        Key("optimizer._target_", "optimizer", match=OPTIMIZERS),
-        Key("optimizer.master_weights", "master", words=SWITCH, read_only=True),
-        Key("compile.enabled", "compiled", words={True: True, False: None}, default=None),
-        *rows((
-            ("peft._target_", "adapter_kind", {"nemo_automodel.components._peft.lora.PeftConfig": "lora"}, ((".", "lora"),)),
-            ("peft.dim", "adapters"), ("peft.alpha", "adapter_alpha"), ("peft.dropout", "adapter_dropout"),
-            ("peft.target_modules", "adapter_targets"),
-            ("peft.match_all_linear", "adapter_all", {True: True, False: None}),
-            ("peft.moe_rank_scaling", "adapter_shared_rank", {True: True, False: None}),
-            ("quantization.load_in_4bit", "quantised", {True: 4, False: 32}),
-            ("quantization.load_in_8bit", "quantised", {True: 8, False: None}),
-            ("quantization.bnb_4bit_use_double_quant", "double_quantised", {True: True, False: None}),
-        )),
-    ),
+    keys=KeyTable("automodel"),
     not_modelled=(
         r"^recipe$|^model\._target_$|^distributed\._target_$|^(autopipeline|parallelizer)\._target_$|^ci\.|^benchmark\.|^skypilot\.|^autocast\.|^wandb",
         r"^(dataset|validation|checkpoint|dataloader|tokenizer|rng|lr_scheduler|dist_env)\.?", r"pipeline\.(patch|scale|dtype)|autopipeline\.(patch|scale)",

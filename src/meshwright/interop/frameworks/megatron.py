@@ -6,29 +6,9 @@ the layers of the first and last stage are given.
 """
 
 from meshwright.interop.frameworks.megatron_model import model_settings
-from meshwright.interop.keys import OPTIMIZERS, SWITCH, Facts, Framework, Key, Table, flag, rows
+from meshwright.interop.key_file import KeyTable
+from meshwright.interop.keys import Facts, Framework, Table
 from meshwright.interop.stages import layout_text
-
-STRATEGIES = {"no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "parameters"}
-CP_KINDS = {"p2p": "ring", "a2a": "ulysses", "allgather": "all-gather", "all_gather": "all-gather", "a2a+p2p": "ring"}
-DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
-FORMATS = {
-    "torch_dist": "sharded",
-    "torch": "group",
-    "torch_dcp": "sharded",
-    "fsdp_dtensor": "sharded",
-    "zarr": "sharded",
-}
-SHAPE = rows((
-    ("--num-layers", "model.layers"), ("--hidden-size", "model.hidden"), ("--num-attention-heads", "model.heads"),
-    ("--ffn-hidden-size", "model.ffn"), ("--kv-channels", "model.head_dim"), ("--vocab-size", "model.vocab"),
-    ("--make-vocab-size-divisible-by", "model.vocab_multiple"), ("--max-position-embeddings", "model.max_positions"),
-    ("--num-experts", "model.experts"), ("--moe-router-topk", "model.top_k"), ("--moe-ffn-hidden-size", "model.expert_ffn"),
-    ("--moe-shared-expert-intermediate-size", "model.shared_ffn"), ("--moe-layer-freq", "moe_layout"),
-    ("--q-lora-rank", "model.q_rank"), ("--kv-lora-rank", "model.kv_rank"), ("--qk-head-dim", "model.nope_dim"),
-    ("--qk-pos-emb-head-dim", "model.rope_dim"), ("--v-head-dim", "model.value_dim"), ("--mtp-num-layers", "mtp"),
-    ))  # fmt: skip
-
 
 BUCKET = (
     40_000_000  # elements of a gradient bucket, unless it is set; more where there are more than 40 data-parallel ranks
@@ -128,95 +108,7 @@ def _restate(facts: Facts) -> None:
 
 TABLE = Table(
     known_as="megatron-lm",
-    keys=(
-        *SHAPE,
-        *rows((
-            ("--decoder-num-layers", "model.layers"), ("--encoder-num-layers", "encoder_layers"), ("--decoder-seq-length", "decoder_seq"),
-        ), read_only=True),
-        Key("--num-query-groups", "model.kv_heads", was=("--num-key-value-heads",)),
-        *rows((
-            ("--group-query-attention", "grouped"), ("--disable-bias-linear", "without_bias"), ("--swiglu", "gated"),
-            ("--untie-embeddings-and-output-weights", "untied"), ("--qk-layernorm", "model.qk_norm"),
-        ), words=SWITCH, default=False),
-        *rows((
-            ("--add-qkv-bias", "model.qkv_bias"), ("--account-for-embedding-in-pipeline-split", "counts_embedding"),
-            ("--account-for-loss-in-pipeline-split", "counts_loss"), ("--fine-grained-activation-offloading", "offloads_modules"),
-        ), words=SWITCH, default=False, read_only=True),
-        Key("--normalization", "model.norm", words={"RMSNorm": "rmsnorm", "LayerNorm": "layernorm", "rmsnorm": "rmsnorm"}, default="layernorm"),
-        Key("--position-embedding-type", "model.positions",
-            words={"rope": "rope", "learned_absolute": "learned", "none": "none", "mrope": "rope", "yarn": "rope", "relative": "learned"}, default="learned"),
-        *rows((
-            ("--use-rotary-position-embeddings", "model.positions", {True: "rope"}),
-            (("--hybrid-layer-pattern", "--hybrid-override-pattern"), "pattern"),
-            ("--decoder-first-pipeline-num-layers", "first_layers"), ("--decoder-last-pipeline-num-layers", "last_layers"),
-            ("--microbatch-group-size-per-virtual-pipeline-stage", "microbatch_group"),
-        ), read_only=True),
-        Key("--tensor-model-parallel-size", "tp", was=("--model-parallel-size",), default=1, always=True),
-        flag("sp", "--sequence-parallel"),
-        Key("--pipeline-model-parallel-size", "pp", was=("--pipe-parallel-size",), default=1, always=True),
-        *rows((
-            (("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size"), "virtual"),
-            ("--num-layers-per-virtual-pipeline-stage", "layers_per_chunk"), ("--pipeline-model-parallel-layout", "layout"),
-        )),
-        Key("--context-parallel-size", "cp", default=1, always=True),
-        Key("--cp-comm-type", "cp_kind", words=CP_KINDS, match=(("p2p", "ring"), ("a2a", "ulysses"), ("gather", "all-gather")), default="ring"),
-        Key("--expert-model-parallel-size", "ep", default=1),
-        Key("--expert-tensor-parallel-size", "expert_tp"),
-        Key("--use-distributed-optimizer", "zero", words={True: 1, False: 0}, default=0),
-        flag("fsdp", "--use-megatron-fsdp", was=("--use-custom-fsdp",)),
-        Key("--data-parallel-sharding-strategy", "sharding", words=STRATEGIES),
-        Key("--outer-dp-sharding-strategy", "outer_optimizer", words={"optim": True, "no_shard": False}, default=False, read_only=True),
-        Key("--num-distributed-optimizer-instances", "replicate", default=1),
-        *rows((
-            ("--micro-batch-size", "microbatch"), ("--global-batch-size", "batch"),
-            (("--seq-length", "--encoder-seq-length"), "seq"),
-        ), always=True),
-        Key("--recompute-granularity", "recompute", words={"selective": "selective", "full": "full"}, default="none"),
-        *rows((
-            ("--recompute-activations", "recompute", {True: "selective"}),
-            ("--activations-checkpoint-method", "recompute", {"uniform": "full", "block": "full"}),
-            ("--checkpoint-activations", "recompute", {True: "full"}),
-            ("--recompute-modules", "recompute_modules"),
-        ), read_only=True),
-        *rows((
-            ("--recompute-method", "recompute_method"), ("--recompute-num-layers", "recompute_layers"),
-            ("--fp16", "half", {True: "fp16", False: None}),
-        )),
-        Key("--bf16", "half", words={True: "bf16", False: None}, default="fp32"),
-        Key("--fp8-format", "eight", words={"hybrid": "fp8", "e4m3": "fp8"}),
-        *rows((
-            ("--fp8-recipe", "eight", {"mxfp8": "mxfp8", "tensorwise": "fp8", "delayed": "fp8", "blockwise": "fp8"}, ((".", "fp8"),)),
-            ("--fp4-format", "eight", {"e2m1": "fp4"}),
-        ), read_only=True),
-        Key("--grad-reduce-in-bf16", "grad_dtype", words={True: "bf16"}, default="fp32"),
-        *rows((
-            ("--accumulate-allreduce-grads-in-fp32", "grad_dtype", {True: "fp32"}),
-            ("--offload-modules", "offload_modules"),
-            (("--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph"), "cuda_graphs", {"none": None, False: None},
-             (("full_iteration", "step"), (".", True))),
-            (("--cuda-graph-scope", "--cuda-graph-modules"), "graph_scope"),
-            ("--no-async-tensor-model-parallel-allreduce", "async_linears", {True: False}),
-            ("--moe-flex-dispatcher-backend", "dispatcher"), ("--moe-token-dispatcher-type", "dispatcher_type"),
-            ("--nnodes", "nodes"),  # of torchrun, in the same script
-            (("--nproc-per-node", "--nproc_per_node"), "gpus_per_node"),
-        ), read_only=True),
-        Key("--exp-avg-dtype", "state_dtype", words=DTYPES, default="fp32"),
-        Key("--optimizer", "optimizer", match=OPTIMIZERS),
-        Key("--lr", "learning_rate"),
-        *rows((
-            (("--optimizer-cpu-offload", "--cpu-optimizer"), "offload_states"),
-            ("--use-precision-aware-optimizer", "precision_aware"), ("--overlap-grad-reduce", "overlap_dp"),
-            ("--overlap-param-gather", "overlap_gather"), ("--tp-comm-overlap", "overlap_tp"),
-            ("--overlap-moe-expert-parallel-comm", "overlap_ep"),
-        ), words=SWITCH, default=False),
-        Key("--cpu-offloading-num-layers", "offload_layers", unset=(0,), read_only=True),
-        Key("--no-overlap-p2p-communication", "overlap_p2p", words={True: False}, default=True),
-        Key("--overlap-p2p-communication", "overlap_p2p", words=SWITCH, read_only=True),
-        Key("--ckpt-format", "fsdp_format", words={"fsdp_dtensor": True}, match=((".", False),), default=False),
-        Key("--ckpt-format", "saves", words=FORMATS, was=("--dist-ckpt-format",), default="sharded"),
-        Key("--async-save", "saves", words={True: "copied", False: None}),
-        flag("fused_loss", "--cross-entropy-loss-fusion"),
-    ),
+    keys=KeyTable("megatron-lm"),
     not_modelled=(
         r"router-(dtype|group|num-groups|load|pre-softmax|enable-expert|fusion|std|beta|gbs|inter)", r"^--test-mode$", r"ckpt", r"--vocab-extra-ids",
         r"^--(apply-layernorm-1p|attention-softmax-in-fp32|transformer-impl|use-mcore-models|multi-latent-attention)$",

@@ -7,27 +7,12 @@ pipeline the local batch is divided into micro-batches of `pipeline_parallel_mic
 from meshwright.describe import catalog
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
-from meshwright.interop.keys import OPTIMIZERS, SWITCH, Facts, Framework, Key, Settings, Table, rows
+from meshwright.interop.key_file import KeyTable
+from meshwright.interop.keys import Facts, Framework, Settings, Table
 from meshwright.interop.shapes import same_shape
 
-SCHEDULES = {
-    "1F1B": "1f1b",
-    "GPipe": "gpipe",
-    "Interleaved1F1B": "interleaved",
-    "LoopedBFS": "looped-bfs",
-    "InterleavedZeroBubble": "interleaved-zb",
-    "ZBVZeroBubble": "zbv",
-    "DualPipeV": "dualpipev",
-    "PipelineScheduleSingle": "1f1b",  # read from a file of actions
-    "PipelineScheduleMulti": "interleaved",
-}
-RECOMPUTE = {
-    "none": "none", "selective": "selective", "full": "full", "memory_budget": "selective",
-    None: "none", "selectiveac.config": "selective", "fullac.config": "full", "memorybudgetac.config": "selective",
-}  # fmt: skip
 LOOPED = ("interleaved", "looped-bfs", "interleaved-zb")
 CONVERTERS = (("nvfp4", "fp4"), ("mx", "mxfp8"), ("float8", "fp8"))  # words in their names
-P, T = "parallelism.", "training."
 # torchtitan's name and flavor of the models of the catalog that it has; its settings cannot state another shape.
 MODELS = {
     "llama3-8b": ("llama3", "8B"), "llama3.1-8b": ("llama3", "8B"), "llama3-70b": ("llama3", "70B"), "llama3.1-70b": ("llama3", "70B"),
@@ -117,56 +102,7 @@ def _restate(facts: Facts) -> None:
 
 TABLE = Table(
     known_as="torchtitan",
-    keys=(
-        *rows((
-            ("model.name", "model"), ("model.flavor", "flavor"),
-            (("hf_transformers.model", "hf_model"), "model"),
-            ("parallelism.num_pp_microbatches", "pipeline_microbatches"),
-            ("training.num_tokens_per_microbatch_per_dp_rank", "microbatch_tokens"), ("training.num_tokens_per_train_step", "batch_tokens"),
-            (("quantize.linear.float8.enable_float8_linear", "float8.enable_float8_linear", "training.enable_float8_linear"), "eight",
-             {True: "fp8", False: None}),
-            ("compile.components", "compiled_parts"), ("nproc_per_node", "gpus_per_node"), ("NUM_NODES", "nodes"),
-        ), read_only=True),
-        Key(P + "data_parallel_replicate_degree", "replicate", was=(T + "data_parallel_replicate_degree",), default=1, always=True),
-        Key(P + "data_parallel_shard_degree", "shard", was=(T + "data_parallel_shard_degree", T + "data_parallel_degree"), default=-1, always=True),
-        *rows((
-            (("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree"), "tp"),
-            (("parallelism.context_parallel_degree", "experimental.context_parallel_degree"), "cp"),
-        ), default=1, always=True),
-        Key(P + "enable_sequence_parallel", "sp", words=SWITCH, default=True, read_only=True),  # since 0.3
-        Key(P + "context_parallel_rotate_method", "cp_kind", words={"allgather": "all-gather", "alltoall": "ring"}, default="all-gather"),
-        Key(P + "pipeline_parallel_degree", "pp",
-            was=("experimental.pipeline_parallel_degree", T + "pipeline_parallel_degree"), default=1, always=True),
-        Key(P + "pipeline_parallel_schedule", "schedule", words=SCHEDULES, was=("experimental.pipeline_parallel_schedule",), default="1f1b"),
-        Key(P + "pipeline_parallel_layers_per_stage", "layers_per_chunk"),
-        *rows((
-            ("pipeline_parallel_first_stage_less_layers", "first_less"), ("pipeline_parallel_last_stage_less_layers", "last_less"),
-            ("pipeline_parallel_microbatch_size", "pipeline_microbatch"),
-        ), prefix=P, default=1),
-        Key(P + "expert_parallel_degree", "ep", default=1, always=True),
-        Key(P + "expert_tensor_parallel_degree", "expert_tp", default=1),
-        Key(P + "fsdp_reshard_after_forward", "reshard", words={"default": None, "always": True, "never": False}),
-        *rows((
-            (("training.local_batch_size", "training.batch_size"), "local_batch"),
-            ("training.global_batch_size", "batch"),
-            (("training.seq_len", "training.max_context_length"), "seq"),
-        ), always=True),
-        Key(T + "mixed_precision_param", "half", words={"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}, default="bf16", always=True),
-        Key(T + "mixed_precision_reduce", "grad_dtype", words={"float32": "fp32", "bfloat16": "bf16"}, default="fp32"),
-        Key(T + "enable_cpu_offload", "offload_states", words=SWITCH, default=False),
-        Key("activation_checkpoint.mode", "recompute", words=RECOMPUTE, was=("activation_checkpoint",), default="selective", always=True),
-        Key("activation_checkpoint.selective_ac_option", "recompute_every", always=True),
-        Key("model.converters", "converters", was=("model_spec.converters",)),
-        Key("optimizer", "optimizer", match=OPTIMIZERS),
-        Key("optimizer.name", "optimizer", words={"AdamW": "adamw", "Adam": "adam", "Muon": "muon"}, default="adamw", always=True),
-        Key("optimizer.lr", "learning_rate"),
-        *rows((
-            (("compile.enable", "training.compile"), "compiled"),
-            (("parallelism.enable_async_tensor_parallel", "compile.enable_async_tensor_parallel",
-             "experimental.enable_async_tensor_parallel"), "overlap_tp"),
-        ), words=SWITCH, default=False),
-        Key("checkpoint.async_mode", "saves", words={"disabled": "sharded", "async": "copied", "async_with_pinned_mem": "copied"}, default="sharded"),
-    ),
+    keys=KeyTable("torchtitan"),
     not_modelled=(
         r"^job\.", r"^profiling", r"^metrics", r"^checkpoint\.", r"^lr_scheduler", r"^validation", r"^comm\.", r"^debug", r"dataloader",
         r"^training\.(steps|warmup_steps|max_norm|dataset|dataset_path|seed|deterministic|gc_)", r"^data\.", r"^fault_tolerance",

@@ -11,25 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.describe.model import Model
-from meshwright.interop.frameworks.torchtitan import MODELS, TABLE, TORCHTITAN, P, named_model
-from meshwright.interop.keys import Facts, Key, Settings, Table, flag, rows
+from meshwright.interop.frameworks.torchtitan import MODELS, TABLE, TORCHTITAN, named_model
+from meshwright.interop.key_file import KeyTable
+from meshwright.interop.keys import Facts, Settings, Table
 
 # The models of version 0.2, and smaller ones; the function of torchtitan's registry that the plan starts from, by name.
 MODELS_03 = {**MODELS, "llama3.2-1b": ("llama3", "1B"), "llama3.2-3b": ("llama3", "3B")}
 STARTS = {"llama3": "llama3_8b", "deepseek_v3": "deepseek_v3_16b", "qwen3": "qwen3_0_6b", "gpt_oss": "gpt_oss_20b"}
-RECOMPUTE = {"FullAC": "full", "SelectiveAC": "selective", "None": "none"}
-CONVERTERS = {"Float8LinearConverter": "fp8", "MXFP8LinearConverter": "mxfp8"}
-GONE = (
-    "cp_kind",
-    "expert_tp",
-    "recompute",
-    "recompute_every",
-    "converters",
-    "overlap_tp",
-    "optimizer",
-    "learning_rate",
-    "eight",
-)
 
 
 def _derive(facts: Facts) -> None:
@@ -48,15 +36,7 @@ def _restate(facts: Facts) -> None:
 
 
 TABLE_03 = Table(
-    keys=(
-        *(key for key in TABLE.keys if key.fact not in GONE and not key.read_only),
-        *rows((("model_spec.name", "model"), ("model_spec.flavor", "flavor")), read_only=True),
-        flag("sp", P + "enable_sequence_parallel", default=True),
-        Key("activation_checkpoint", "recompute", words=RECOMPUTE, default="selective", always=True),
-        Key("model_spec.converters", "eight", words=CONVERTERS),
-        flag("overlap_tp", "compile.enable_async_tensor_parallel"),
-        flag("eager_steps", "training.disable_cuda_graphs"),
-    ),
+    keys=KeyTable("torchtitan-0.3"),
     not_modelled=(r"spmd_backend",),
     derive=_derive,
     restate=_restate,
@@ -65,7 +45,7 @@ TABLE_03 = Table(
 
 def _model_settings(model: Model) -> Settings:
     name, flavor = named_model(model, MODELS_03, "torchtitan 0.3")
-    return {"model_spec.name": name, "model_spec.flavor": flavor, P + "spmd_backend": "partial_dtensor"}
+    return {"model_spec.name": name, "model_spec.flavor": flavor, "parallelism.spmd_backend": "partial_dtensor"}
 
 
 def program_text(settings: Settings) -> str:

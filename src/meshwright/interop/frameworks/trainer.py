@@ -4,87 +4,13 @@ They are written with FSDP2 in the file itself (`fsdp`, `fsdp_config`), so that 
 say how weights are sharded, apart from these arguments: it is read where they name it.
 """
 
-from meshwright.interop.frameworks.axolotl import LOADING, PREFETCH, STATE_DICTS, restate_fsdp
-from meshwright.interop.frameworks.deepspeed import FILE
-from meshwright.interop.keys import OPTIMIZERS, SWITCH, Facts, Framework, Key, Table, rows
+from meshwright.interop.frameworks.axolotl import restate_fsdp
+from meshwright.interop.key_file import KeyTable
+from meshwright.interop.keys import Facts, Framework, Table
 
-LIGER = ("fused_loss", "fused_norm", "fused_activation")  # by Liger's kernels
-ON = {True: True, False: None}
 OTHERS = (r".",)  # of the keys that the framework has, those that are left set nothing that is modelled
-SYNC_EACH_BATCH = Key(
-    "accelerator_config.gradient_accumulation_kwargs.sync_each_batch",
-    "defers_reduction",
-    words={True: False, False: True},
-    read_only=True,
-)
-WEIGHTS = Key("torch_dtype", "half", match=(("bf16|bfloat16", "bf16"), ("fp16|float16", "fp16"), ("32", "fp32"), ("auto", None)), was=("dtype",))  # fmt: skip
-TRAINER_KEYS = (
-    *rows((
-        (("model_name_or_path", "model", "model_id"), "model"),
-        (("model_name_or_path", "model", "model_id"), "hub_model"),
-        ("learning_rate", "learning_rate"), ("per_device_train_batch_size", "microbatch"),
-    )),
-    Key("gradient_accumulation_steps", "accumulation", unset=("auto",)),
-    SYNC_EACH_BATCH,
-    *rows((
-        (("max_length", "max_seq_length", "max_prompt_length"), "seq"),
-        ("fp16", "half", {True: "fp16", False: None}),
-        ("bf16", "half", {True: "bf16", False: None}),
-    )),
-    Key("gradient_checkpointing", "recompute", words={True: "full", False: "none"}, default="full"),
-    WEIGHTS,
-    Key("optim", "optimizer", match=(*OPTIMIZERS, (".", "adamw"))),
-    Key("optim", "eight_bit_states", match=(("8bit", True), (".", None))),
-    *FILE,
-    *rows((
-        ("fsdp", "fsdp", {True: 2, False: None}, ((".", 1),)),
-        ("fsdp", "offload_parameters", (("offload", True), (".", None))),
-    ), unset=("", [])),
-    *(Key("use_liger_kernel", fact, words=ON) for fact in LIGER),
-    *rows((
-        (("attn_implementation", "attn_impl"), "eager", {"eager": True}, ((".", None),)),
-        (("tuner_type", "train_type", "sft_type"), "adapter_kind", (("lora", "lora"), (".", "full"))),
-        ("use_peft", "adapter_kind", {True: "lora", False: "full"}),
-        (("lora_rank", "lora_r"), "adapters"),
-        ("lora_alpha", "adapter_alpha"), ("lora_dropout", "adapter_dropout"),
-        (("lora_target_modules", "lora_target"), "adapter_targets"),
-        (("lora_modules_to_save", "additional_target"), "adapter_trains"),
-        ("load_in_4bit", "quantised", {True: 4, False: None}),
-        ("load_in_8bit", "quantised", {True: 8, False: None}),
-        ("quant_bits", "quantised"), ("sequence_parallel_size", "sequence_ranks"),
-        (("NPROC_PER_NODE", "nproc_per_node"), "gpus_per_node"),
-        (("NNODES", "nnodes"), "nodes"),
-    )),
-    *rows((
-        ("use_rslora", "adapter_root"),
-        (("use_bnb_nested_quant", "double_quantization"), "double_quantised"),
-    ), words=ON),
-)  # fmt: skip
 
 # --- What is written for both: the batch, the precision, the optimizer, and FSDP2 as `TrainingArguments` takes it.
-
-F = "fsdp_config."
-RESHARDS = (("full_shard|hybrid_shard$", True), ("grad_op|zero2", False), (".", None))
-WRITTEN = (
-    *rows((("model_name_or_path", "hub_model"), ("learning_rate", "learning_rate"))),
-    Key("per_device_train_batch_size", "microbatch", always=True),
-    Key("gradient_accumulation_steps", "accumulation", unset=("auto",), always=True),
-    Key("bf16", "half", words={True: "bf16", False: "fp32"}, always=True),
-    Key("fp16", "half", words={True: "fp16", False: None}),
-    Key("optim", "optimizer", words={"adamw_torch_fused": "adamw", "sgd": "sgd"}, match=(*OPTIMIZERS, (".", "adamw")), always=True),
-    Key("fsdp", "fsdp", words={"full_shard auto_wrap": 2, True: 2, False: None}, match=((".", 1),), unset=("", [])),
-    Key(F + "version", "fsdp", words={1: 1, 2: 2}, was=(F + "fsdp_version",)),
-    Key(F + "reshard_after_forward", "reshard", words=SWITCH, match=RESHARDS, was=(F + "fsdp_reshard_after_forward",)),
-    Key(F + "state_dict_type", "saves", words=STATE_DICTS, was=(F + "fsdp_state_dict_type",)),
-    Key(F + "cpu_ram_efficient_loading", "loads", words=LOADING, was=(F + "fsdp_cpu_ram_efficient_loading",), read_only=True),
-    Key(F + "backward_prefetch", "prefetch", words=PREFETCH, match=(("pre", True), (".", "forward")), was=(F + "fsdp_backward_prefetch",), read_only=True),
-    Key(F + "activation_checkpointing", "shard_recompute", words={True: "full", False: None}, was=(F + "fsdp_activation_checkpointing",)),
-    Key(F + "cpu_offload", "offload_parameters", words=ON, was=(F + "fsdp_offload_params",), read_only=True),
-)  # fmt: skip
-
-
-def _read_only(*but: Key) -> tuple[Key, ...]:
-    return tuple(key.only_read() for key in TRAINER_KEYS if key not in but)
 
 
 def _derive_fsdp(facts: Facts) -> None:
@@ -136,7 +62,6 @@ def _restate_trl(facts: Facts) -> None:
     _restate(facts, "all-linear")
 
 
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "auto": None}
 TRL = Framework(
     name="trl",
     title="TRL",
@@ -145,25 +70,7 @@ TRL = Framework(
     form="yaml",
     table=Table(
         known_as="trl",
-        keys=(
-            *_read_only(WEIGHTS),
-            *WRITTEN,
-            Key("max_length", "seq", was=("max_seq_length", "max_prompt_length"), always=True),
-            Key("gradient_checkpointing", "recompute", words={True: "full", False: "none"}, default="full", always=True),
-            Key("dtype", "param_dtype", words=DTYPES, was=("torch_dtype",)),
-            Key("use_peft", "adapter_kind", words={True: "lora", False: "full"}, always=True),
-            *rows((
-                ("lora_r", "adapters"), ("lora_alpha", "adapter_alpha"), ("lora_dropout", "adapter_dropout"),
-                ("lora_target_modules", "adapter_targets"), ("lora_modules_to_save", "adapter_trains"),
-            )),
-            Key("use_rslora", "adapter_root", words=ON),
-            *rows((
-                ("load_in_4bit", "quantised", {True: 4, False: None}),
-                ("load_in_8bit", "quantised", {True: 8, False: None}),
-            )),
-            Key("use_bnb_nested_quant", "double_quantised", words=SWITCH),
-            Key("bnb_4bit_quant_storage", "quantised_storage", words=DTYPES, match=((".", None),)),
-        ),
+        keys=KeyTable("trl"),
         not_modelled=OTHERS,
         derive=_derive_trl,
         restate=_restate_trl,
@@ -219,42 +126,7 @@ LLAMA_FACTORY = Framework(
     form="yaml",
     table=Table(
         known_as="llama-factory",
-        keys=(
-            *_read_only(),
-            *rows((
-                ("tensor_model_parallel_size", "tp"), ("pipeline_model_parallel_size", "pp"),
-                (("expert_model_parallel_size", "dist_config.ep_size"), "ep"),
-                (("cp_size", "context_parallel_size"), "cp"),
-            ), default=1, read_only=True),
-            *rows((
-                ("cp_mode", "cp_kind", {"ulysses": "ulysses", "ring": "ring"}),
-                ("dist_config.name", "fsdp"),
-            ), read_only=True),
-            Key("sequence_parallel", "sp", words=SWITCH, default=False, read_only=True),
-            Key("use_distributed_optimizer", "zero", words={True: 1, False: 0}, default=0, read_only=True),
-            *rows((("overlap_grad_reduce", "overlap_dp"), ("overlap_param_gather", "overlap_gather")), words=SWITCH, read_only=True),
-            *WRITTEN,
-            Key("per_device_train_batch_size", "microbatch", was=("micro_batch_size",), read_only=True),
-            Key("cutoff_len", "seq", always=True),
-            Key("disable_gradient_checkpointing", "recompute", words={True: "none", False: "full"}, default="full", always=True),  # of Trainer
-            Key("recompute_granularity", "recompute", words={"full": "full", "selective": "selective", "none": "none"}, read_only=True),  # of Megatron
-            *(Key("enable_liger_kernel", fact, words=ON) for fact in LIGER),
-            *rows((
-                ("flash_attn", "eager", {"disabled": True}, ((".", None),)),
-                ("fp8", "eight", {True: "fp8", False: None}),
-            )),
-            Key("finetuning_type", "adapter_kind", words={"lora": "lora", "full": "full", "freeze": "full"}, always=True),
-            *rows((
-                ("lora_rank", "adapters"), ("lora_alpha", "adapter_alpha"), ("lora_dropout", "adapter_dropout"),
-                ("lora_target", "adapter_targets"), ("additional_target", "adapter_trains"),
-            )),
-            Key("use_rslora", "adapter_root", words=ON),
-            *rows((
-                ("low_cpu_mem_usage", "loads_on_host", {False: True}, ((".", None),)),
-                ("quantization_bit", "quantised"),
-            )),
-            Key("double_quantization", "double_quantised", words=SWITCH),
-        ),
+        keys=KeyTable("llama-factory"),
         not_modelled=(SHARED, r"^stage$|optim_config|kernel_config|dist_config|init_config|quant_config|packing|moe_|fusion|fp8_|lora|flash_attn|template|overlap"),
         derive=_derive_factory,
         restate=_restate_factory,
