@@ -14,6 +14,9 @@ from meshwright.interop.recipes import check
 HERE = Path(__file__).parent
 BENCHMARK = runpy.run_path(str(HERE.parents[1] / "benchmarks" / "recipes.py"))
 
+# torchtitan 0.3 has its settings in Python; the others are read for what they refuse only.
+WITHOUT_PACKAGE = ("torchtitan-0.3", "picotron", "verl", "nemo-rl")
+
 
 def test_misspelt_keys_are_noticed() -> None:
     """Every key of every tenth recipe of the sample, misspelt: at least 98% are noticed."""
@@ -25,7 +28,7 @@ def test_misspelt_keys_are_noticed() -> None:
     assert len(missed) <= 0.02 * len(keys), missed
 
 
-@pytest.mark.parametrize("name", [f.table.known_as for f in READABLE.values() if f.table.known_as])
+@pytest.mark.parametrize("name", [name for name in READABLE if name not in WITHOUT_PACKAGE])
 def test_frameworks_have_a_table_of_known_keys(name: str) -> None:
     assert len(known_keys(name)) > 100
 

@@ -111,7 +111,11 @@ class Table:
     not_modelled: tuple[str, ...] = ()  # time or memory may depend on them, in a way that the cost model does not have
     derive: Callable[[Facts], None] = lambda facts: None  # facts that follow from several keys
     restate: Callable[[Facts], None] = lambda facts: None  # its inverse, before writing
-    known_as: str = ""  # the framework in the table of known key names; "": it is not there
+
+    @property
+    def known_as(self) -> str:
+        """The framework in the table of known key names, which has the name of its table of keys; "": it is not there."""
+        return getattr(self.keys, "name", "")
 
     @cached_property
     def names(self) -> frozenset[str]:

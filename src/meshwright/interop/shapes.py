@@ -13,9 +13,9 @@ from typing import Any
 from meshwright.describe import catalog
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
-from meshwright.interop.key_file import KeyTable
 from meshwright.interop.keys import Facts, Table, read_facts
 from meshwright.interop.stages import pattern_layers
+from meshwright.interop.tables import KeyTable
 
 # --- Names of models and of hardware, as people write them, in the catalog.
 #

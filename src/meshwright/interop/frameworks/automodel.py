@@ -4,8 +4,8 @@ Data parallelism is FSDP2 over the GPUs that tp, cp and pp leave. The local batc
 of `pp_microbatch_size`. Gathered weights stay after forward unless `reshard_after_forward` is true.
 """
 
-from meshwright.interop.key_file import KeyTable
-from meshwright.interop.keys import Facts, Framework, Table
+from meshwright.interop.keys import Facts
+from meshwright.interop.tables import framework
 
 
 def _derive(facts: Facts) -> None:
@@ -71,9 +71,8 @@ def _restate(facts: Facts) -> None:
         facts["round_stages"] = "up"
 
 
-TABLE = Table(
-    known_as="automodel",
-    keys=KeyTable("automodel"),
+AUTOMODEL = framework(
+    "automodel",
     not_modelled=(
         r"^recipe$|^model\._target_$|^distributed\._target_$|^(autopipeline|parallelizer)\._target_$|^ci\.|^benchmark\.|^skypilot\.|^autocast\.|^wandb",
         r"^(dataset|validation|checkpoint|dataloader|tokenizer|rng|lr_scheduler|dist_env)\.?", r"pipeline\.(patch|scale|dtype)|autopipeline\.(patch|scale)",
@@ -88,18 +87,3 @@ TABLE = Table(
     derive=_derive,
     restate=_restate,
 )  # fmt: skip
-
-AUTOMODEL = Framework(
-    name="automodel",
-    title="Automodel",
-    usual_cluster="dgx-h100",
-    stack="automodel",
-    form="yaml",
-    table=TABLE,
-    torch_pipeline=True,
-    defers_reduction=True,
-    names=("NeMo Automodel", "NeMo-Automodel"),
-    comment="NeMo Automodel settings: the sections that follow from the plan",
-    package="nemo-automodel",
-    tried=("0.7.0",),
-)

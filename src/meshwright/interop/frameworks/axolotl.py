@@ -1,8 +1,8 @@
 """axolotl and accelerate: YAML files with the same keys of FSDP."""
 
 from meshwright.interop.frameworks.deepspeed import BLOCK_OTHERS, derive_block
-from meshwright.interop.key_file import KeyTable
-from meshwright.interop.keys import Facts, Framework, Table
+from meshwright.interop.keys import Facts
+from meshwright.interop.tables import framework
 
 # --- axolotl: flat YAML; data parallelism is DDP, FSDP (`fsdp_config`) or DeepSpeed (a file that `deepspeed` names, or a separate JSON file).
 
@@ -81,9 +81,8 @@ def _derive_axolotl(facts: Facts) -> None:
         facts.setdefault("double_quantised", True)  # its default for QLoRA
 
 
-AXOLOTL_TABLE = Table(
-    known_as="axolotl",
-    keys=KeyTable("axolotl"),
+AXOLOTL = framework(
+    "axolotl",
     not_modelled=(
         *BLOCK_OTHERS, r"^fsdp_config\.", r"^(sample_packing|pad_to|pad_|tf32|use_ray|model_type|resize|qat|plugins|lora_|experts_impl|quantize_moe|use_reentrant)",
         r"gradient_checkpointing_kwargs|max_steps|num_epochs|^special_tokens|^datasets|^wandb|_proc|^eval|^save|^val|^learning|^lr_|^warmup|^weight|^dataset",
@@ -95,17 +94,6 @@ AXOLOTL_TABLE = Table(
     derive=_derive_axolotl,
     restate=_restate_axolotl,
 )  # fmt: skip
-
-AXOLOTL = Framework(
-    name="axolotl",
-    title="axolotl",
-    stack="axolotl",
-    defers_reduction=True,
-    form="yaml",
-    table=AXOLOTL_TABLE,
-    tried=("0.19.0",),
-    comment="axolotl settings: the keys that follow from the plan",
-)
 
 # --- accelerate: the YAML of `accelerate config`: FSDP, DeepSpeed or DDP by `distributed_type`, and a ParallelismConfig. The batch is the script's.
 
@@ -142,9 +130,8 @@ def _restate_accelerate(facts: Facts) -> None:
     restate_fsdp(facts)
 
 
-ACCELERATE_TABLE = Table(
-    known_as="accelerate",
-    keys=KeyTable("accelerate"),
+ACCELERATE = framework(
+    "accelerate",
     not_modelled=(
         r"^fsdp_config", r"^deepspeed_config", r"^fp8_config", r"^megatron_lm_config$", r"num_machines|machine_rank|downcast|same_network|use_cpu|debug|rdzv|main_",
         r"compute_environment|tpu|enable_cpu_affinity|^parallelism_config$|dynamo",
@@ -152,15 +139,3 @@ ACCELERATE_TABLE = Table(
     derive=_derive_accelerate,
     restate=_restate_accelerate,
 )  # fmt: skip
-
-ACCELERATE = Framework(
-    name="accelerate",
-    title="accelerate",
-    stack="accelerate",
-    defers_reduction=True,
-    form="yaml",
-    table=ACCELERATE_TABLE,
-    tried=("1.15.0",),
-    comment="accelerate settings: `accelerate launch --config_file FILE`",
-    left_to_script=("workload.batch", "workload.seq", "workload.optimizer", "plan.microbatch"),
-)

@@ -16,8 +16,8 @@ from meshwright.interop.frameworks.megatron import (
     restate_schedule,
     restate_sharding,
 )
-from meshwright.interop.key_file import KeyTable
-from meshwright.interop.keys import Facts, Framework, Settings, Table
+from meshwright.interop.keys import Facts, Settings
+from meshwright.interop.tables import framework
 
 
 def _derive(facts: Facts) -> None:
@@ -77,24 +77,6 @@ def _restate(facts: Facts) -> None:
 
 
 M = "model."
-TABLE = Table(
-    known_as="megatron-bridge",
-    keys=KeyTable("megatron-bridge"),
-    not_modelled=(
-        r"^env_vars\.", r"^tokenizer\.", r"pad_cu_seqlens|pad_seq_to_mult|tokenizer_model|enable_offline_packing|offline_packing_specs$",
-        r"(router|dropout|layer_scale|rope|position_embedding|normalization|window_size|make_vocab|share_embeddings|gated_linear|activation_func$|mamba)",
-        r"pipeline_dtype|params_dtype|main_(grads|params)_dtype|exp_avg_sq_dtype|grad_comm_dtype|use_precision_aware", r"^optimizer\.(bf16|fp16)$",
-        r"^peft\.|^lora|^model$|^system$|^model\.(init|fp8_|tp_only|use_mamba|mtp_|quant_recipe|use_fused_mhc|dsa|apply_)|^domain", r"empty_unused",
-        r"^mixed_precision\.", r"^(use_sharp|use_user_buffer)", r"^max_steps|^num_nodes$",
-        r"^comm_overlap", r"overlap|cuda_graph|attention_backend|grouped_gemm|deallocate|batch_p2p|offload|paged_stash|hybridep|double_buffer|moe_a2a",
-        # Other keys of sections whose keys that matter are in the table.
-        r"^(ddp|dist|optimizer|mixed_precision|comm_overlap|train|dataset|profiling|rng|logger|checkpoint|scheduler|peft|inference|straggler|ft)\.",
-        r"^model\.(?!.*(parallel_size|pipeline|recompute_|seq_length|num_layers|hidden_size|num_moe_experts|num_attention_heads|num_query_groups))",
-        r"nccl_ub|num_buckets|communication_unit|outer_dp|manual_registration|fsdp_|megatron_fsdp|transpose_cache|reuse_grad|moe_|cp_partition|cutedsl",
-    ),
-    derive=_derive,
-    restate=_restate,
-)  # fmt: skip
 
 # Its recipe of the models of the catalog that it has: `llama3_8b_pretrain_config` brings the model.
 RECIPES = {
@@ -130,25 +112,21 @@ def _model_settings(model: Model) -> Settings:
     return dict.fromkeys(OF_RECIPES) | dict.fromkeys(SWITCHES_OF_RECIPES, False)
 
 
-BRIDGE = Framework(
-    name="megatron-bridge",
-    title="Megatron-Bridge",
-    usual_cluster="dgx-h100",
-    stack="nemo-megatron",
-    form="yaml",
-    table=TABLE,
-    names=("NeMo",),
+BRIDGE = framework(
+    "megatron-bridge",
+    not_modelled=(
+        r"^env_vars\.", r"^tokenizer\.", r"pad_cu_seqlens|pad_seq_to_mult|tokenizer_model|enable_offline_packing|offline_packing_specs$",
+        r"(router|dropout|layer_scale|rope|position_embedding|normalization|window_size|make_vocab|share_embeddings|gated_linear|activation_func$|mamba)",
+        r"pipeline_dtype|params_dtype|main_(grads|params)_dtype|exp_avg_sq_dtype|grad_comm_dtype|use_precision_aware", r"^optimizer\.(bf16|fp16)$",
+        r"^peft\.|^lora|^model$|^system$|^model\.(init|fp8_|tp_only|use_mamba|mtp_|quant_recipe|use_fused_mhc|dsa|apply_)|^domain", r"empty_unused",
+        r"^mixed_precision\.", r"^(use_sharp|use_user_buffer)", r"^max_steps|^num_nodes$",
+        r"^comm_overlap", r"overlap|cuda_graph|attention_backend|grouped_gemm|deallocate|batch_p2p|offload|paged_stash|hybridep|double_buffer|moe_a2a",
+        # Other keys of sections whose keys that matter are in the table.
+        r"^(ddp|dist|optimizer|mixed_precision|comm_overlap|train|dataset|profiling|rng|logger|checkpoint|scheduler|peft|inference|straggler|ft)\.",
+        r"^model\.(?!.*(parallel_size|pipeline|recompute_|seq_length|num_layers|hidden_size|num_moe_experts|num_attention_heads|num_query_groups))",
+        r"nccl_ub|num_buckets|communication_unit|outer_dp|manual_registration|fsdp_|megatron_fsdp|transpose_cache|reuse_grad|moe_|cp_partition|cutedsl",
+    ),
+    derive=_derive,
+    restate=_restate,
     model_settings=_model_settings,
-    tried=("0.3.1",),
-    splits_evenly=True,
-    vocab_of_tokenizer=True,
-    layout_in_code=True,
-    trains_mtp=True,
-    expert_tp="one",
-    # Since 0.6, whose recipes are in a folder for each GPU. Before, unset meant tensor parallelism, as in Megatron-Core.
-    old_paths=r"bridge/recipes/(?!.*/(h100|h200|b200|b300|gb200|gb300)/)|scripts/performance/configs",
-    # A library recipe has TP·PP·CP, or the experts' grid, in its name (93 of 101); `gpt3_175b_pretrain_32gpu_…` "is expected to run on 64 nodes".
-    # https://docs.nvidia.com/nemo/megatron-bridge/nightly/apidocs/bridge/bridge.recipes.gpt.h100.gpt3_175b.html
-    least_gpus=r"bridge/recipes/",
-    comment="Megatron-Bridge settings; on its command line: model.tensor_model_parallel_size=8",
-)
+)  # fmt: skip

@@ -5,10 +5,9 @@ With AutoTP or Ulysses the product is not written: DeepSpeed, or Trainer, compar
 only. Recompute is not in the file: the section `activation_checkpointing` only tunes `deepspeed.checkpointing`, which the model's code must call.
 """
 
-from meshwright.interop.frameworks.megatron import TABLE as MEGATRON_TABLE
-from meshwright.interop.frameworks.megatron import derive_recompute, derive_schedule
-from meshwright.interop.key_file import KeyTable
-from meshwright.interop.keys import Facts, Framework, Table
+from meshwright.interop.frameworks.megatron import MEGATRON, derive_recompute, derive_schedule
+from meshwright.interop.keys import Facts
+from meshwright.interop.tables import framework
 
 STAGES = ("none", "optimizer", "gradients", "parameters")
 Z = "zero_optimization."
@@ -73,26 +72,13 @@ def _restate(facts: Facts) -> None:
         facts["batch"] = None
 
 
-TABLE = Table(
-    known_as="deepspeed",
-    keys=KeyTable("deepspeed"),
+DEEPSPEED = framework(
+    "deepspeed",
     not_modelled=(
         *BLOCK_OTHERS, r"machine|padding|generation|ppo|answer|prompt|eval|module_name|leaf_module|iteration|steps|reference_model|verbose",
         r"critic|hybrid_engine|mixed_precision_lora|repeated-dataloader|topk_ratio|update_interval|overlap_step|non_blocking|pin_memory|--tf32|attn_impl",
-        *MEGATRON_TABLE.not_modelled, r"compile|backend|super_offload|^--compile|zenflow",
+        *MEGATRON.table.not_modelled, r"compile|backend|super_offload|^--compile|zenflow",
     ),
     derive=_derive,
     restate=_restate,
 )  # fmt: skip
-
-DEEPSPEED = Framework(
-    name="deepspeed",
-    title="DeepSpeed",
-    stack="deepspeed",
-    form="json",
-    table=TABLE,
-    names=("Megatron-DeepSpeed",),
-    flag_prefix="",
-    tried=("0.19.8",),
-    left_to_script=("workload.seq", "plan.recompute", "plan.reshard"),
-)

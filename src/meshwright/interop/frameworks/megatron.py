@@ -6,9 +6,9 @@ the layers of the first and last stage are given.
 """
 
 from meshwright.interop.frameworks.megatron_model import model_settings
-from meshwright.interop.key_file import KeyTable
-from meshwright.interop.keys import Facts, Framework, Table
+from meshwright.interop.keys import Facts
 from meshwright.interop.stages import layout_text
+from meshwright.interop.tables import framework
 
 BUCKET = (
     40_000_000  # elements of a gradient bucket, unless it is set; more where there are more than 40 data-parallel ranks
@@ -106,9 +106,8 @@ def _restate(facts: Facts) -> None:
         facts["moe_layout"] = f"([0]*{dense}+[1]*{facts['model.layers'] - dense})"
 
 
-TABLE = Table(
-    known_as="megatron-lm",
-    keys=KeyTable("megatron-lm"),
+MEGATRON = framework(
+    "megatron-lm",
     not_modelled=(
         r"router-(dtype|group|num-groups|load|pre-softmax|enable-expert|fusion|std|beta|gbs|inter)", r"^--test-mode$", r"ckpt", r"--vocab-extra-ids",
         r"^--(apply-layernorm-1p|attention-softmax-in-fp32|transformer-impl|use-mcore-models|multi-latent-attention)$",
@@ -126,23 +125,5 @@ TABLE = Table(
     ),
     derive=_derive,
     restate=_restate,
-)  # fmt: skip
-
-
-MEGATRON = Framework(
-    name="megatron-lm",
-    title="Megatron-LM",
-    usual_cluster="dgx-h100",
-    stack="megatron-core",
-    form="args",
-    table=TABLE,
-    names=("Megatron-LM", "Megatron-Core"),
-    flag_prefix="",
-    splits_evenly=True,
-    vocab_of_tokenizer=True,
-    expert_tp="tp",
-    package="megatron-core",
-    tried=("0.17.0", "0.19.0"),
     model_settings=model_settings,
-    comment="Megatron-LM arguments of the plan and the model, for pretrain_gpt.py",
-)
+)  # fmt: skip

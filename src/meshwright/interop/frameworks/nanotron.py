@@ -2,8 +2,8 @@
 
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
-from meshwright.interop.key_file import KeyTable
-from meshwright.interop.keys import Facts, Framework, Settings, Table
+from meshwright.interop.keys import Facts, Settings
+from meshwright.interop.tables import framework
 
 # --- nanotron: YAML with `parallelism`, `tokens`, `optimizer` and the shape of the model. dp × tp × pp × cp must equal the number of GPUs.
 
@@ -26,18 +26,6 @@ def _restate_nanotron(facts: Facts) -> None:
     if facts.get("pp", 1) == 1:
         facts["schedule"] = "1f1b"
 
-
-NANOTRON_TABLE = Table(
-    known_as="nanotron",
-    keys=KeyTable("nanotron"),
-    not_modelled=(
-        r"^model\.model_config\.", r"^general\.|^logging|^checkpoints|^data_stages|^lighteval|^profiler|^tokenizer|^model\.(init|make)",
-        r"^optimizer\.(optimizer_factory|learning|weight|clip)", r"train_steps|val_check|limit_|^fp8\.", r"tp_recompute_allgather|moe_layer_recompute",
-        r"^(?!parallelism\.|tokens\.|optimizer\.zero)",
-    ),
-    derive=_derive_nanotron,
-    restate=_restate_nanotron,
-)  # fmt: skip
 
 # Fields of a model that the settings state, and those that describe it without changing it.
 NANOTRON_FIELDS = {
@@ -64,18 +52,17 @@ def _nanotron_model(model: Model) -> Settings:
     return {"general.project": model.name, **{C + name: value for name, value in constants.items()}, **biased}
 
 
-NANOTRON = Framework(
-    name="nanotron",
-    title="nanotron",
-    stack="nanotron",
-    form="yaml",
-    table=NANOTRON_TABLE,
-    comment="nanotron settings: the sections that follow from the plan",
+NANOTRON = framework(
+    "nanotron",
+    not_modelled=(
+        r"^model\.model_config\.", r"^general\.|^logging|^checkpoints|^data_stages|^lighteval|^profiler|^tokenizer|^model\.(init|make)",
+        r"^optimizer\.(optimizer_factory|learning|weight|clip)", r"train_steps|val_check|limit_|^fp8\.", r"tp_recompute_allgather|moe_layer_recompute",
+        r"^(?!parallelism\.|tokens\.|optimizer\.zero)",
+    ),
+    derive=_derive_nanotron,
+    restate=_restate_nanotron,
     model_settings=_nanotron_model,
-    tried=("0.4",),
-    tried_part="sections general, parallelism, tokens and model",
-    package="git+https://github.com/huggingface/nanotron",
-)
+)  # fmt: skip
 
 # --- OLMo-core: fields of a Python config, read and not written. Batches are counted in tokens: of all ranks, and of one rank's micro-batch.
 #
@@ -93,9 +80,8 @@ def _derive_olmo_core(facts: Facts) -> None:
     facts.setdefault("replicate", -1)  # hybrid sharding replicates over the ranks that the shards leave
 
 
-OLMO_CORE_TABLE = Table(
-    known_as="olmo-core",
-    keys=KeyTable("olmo-core"),
+OLMO_CORE = framework(
+    "olmo-core",
     not_modelled=(
         r"max_grad_norm|MAX_DURATION|lb_loss|z_loss|rope_theta|layer_norm_eps|capacity_factor|reordered_norm|head_stride|label_ignore",
         r"float8_config$|tp_config$|pp_config$|^train_module\.scheduler",
@@ -103,8 +89,6 @@ OLMO_CORE_TABLE = Table(
     ),
     derive=_derive_olmo_core,
 )  # fmt: skip
-
-OLMO_CORE = Framework(name="olmo-core", title="OLMo-core", stack="torch-compile", form="yaml", table=OLMO_CORE_TABLE)
 
 # --- levanter (JAX): YAML, read and not written. `train_batch_size` is global; the parameters are sharded over the data axis where `fsdp_axis` is named.
 
@@ -116,14 +100,11 @@ def _derive_levanter(facts: Facts) -> None:
     facts.pop("flavor", None)
 
 
-LEVANTER_TABLE = Table(
-    known_as="levanter",
-    keys=KeyTable("levanter"),
+LEVANTER = framework(
+    "levanter",
     not_modelled=(
         r"num_train_steps|batch_axis|tensor_parallel_axes|axis_resources|use_hf|max_eval|^data\.|initialize_from|num_senses|sense_|hyena|checkpointer",
         r"flash_attention|attn_backend|scan_layers|upcast",
     ),
     derive=_derive_levanter,
 )  # fmt: skip
-
-LEVANTER = Framework(name="levanter", title="levanter", stack="levanter", form="yaml", table=LEVANTER_TABLE)

@@ -1,9 +1,9 @@
 """torchtune, picotron, gpt-neox and ms-swift: their files are read, not written."""
 
-from meshwright.interop.frameworks.megatron import TABLE as MEGATRON_TABLE
+from meshwright.interop.frameworks.megatron import MEGATRON
 from meshwright.interop.frameworks.trainer import OTHERS
-from meshwright.interop.key_file import KeyTable
-from meshwright.interop.keys import Facts, Framework, Table
+from meshwright.interop.keys import Facts
+from meshwright.interop.tables import framework
 
 SHARED = (
     r"output_dir|checkpoint|tokenizer|dataset|seed|log|shuffle|epochs|steps|lr_|learning|warmup|device|profiler|metric|save|resume|clip|loss\.|_component_$",
@@ -24,20 +24,12 @@ def _torchtune(facts: Facts) -> None:
     _pure_half(facts)
 
 
-TORCHTUNE = Framework(
-    name="torchtune",
-    title="torchtune",
-    usual_cluster="dgx-h100",
-    stack="accelerate",
-    form="yaml",
-    table=Table(
-        known_as="torchtune",
-        keys=KeyTable("torchtune"),
-        not_modelled=(
+TORCHTUNE = framework(
+    "torchtune",
+    not_modelled=(
         *SHARED, r"^model\.", r"^optimizer", r"memory_efficient|tensor_parallel_plan|ac_option", r"optimizer_in_bwd|low_cpu",
     ),
-        derive=_torchtune,
-    ),
+    derive=_torchtune,
 )  # fmt: skip
 
 
@@ -46,17 +38,7 @@ def _picotron(facts: Facts) -> None:
     _pure_half(facts)
 
 
-PICOTRON = Framework(
-    name="picotron",
-    title="picotron",
-    stack="nanotron",
-    form="json",
-    table=Table(
-        keys=KeyTable("picotron"),
-        not_modelled=(*SHARED, r"backend|use_cpu|use_flash|use_fused"),
-        derive=_picotron,
-    ),
-)  # fmt: skip
+PICOTRON = framework("picotron", not_modelled=(*SHARED, r"backend|use_cpu|use_flash|use_fused"), derive=_picotron)
 
 
 def _neox(facts: Facts) -> None:
@@ -78,22 +60,14 @@ def _neox(facts: Facts) -> None:
             facts.setdefault("model.ffn", 4 * facts["model.hidden"])
 
 
-def dashed(name: str) -> tuple[str, ...]:
-    return (name.replace("_", "-"),)
-
-
-GPT_NEOX = Framework(
-    name="gpt-neox",
-    title="gpt-neox",
-    stack="megatron-deepspeed",
-    form="yaml",
-    table=Table(
-        known_as="gpt-neox",
-        keys=KeyTable("gpt-neox"),
-        not_modelled=(*SHARED, r"^(?!.*(parallel_size|batch_size|zero_optimization\.stage|precision))",),
-        derive=_neox,
+GPT_NEOX = framework(
+    "gpt-neox",
+    not_modelled=(
+        *SHARED,
+        r"^(?!.*(parallel_size|batch_size|zero_optimization\.stage|precision))",
     ),
-)  # fmt: skip
+    derive=_neox,
+)
 
 
 # --- ms-swift: arguments of Transformers' Trainer; its `megatron` commands take Megatron's flags with underscores.
@@ -101,7 +75,7 @@ GPT_NEOX = Framework(
 
 def _trainer(facts: Facts) -> None:
     if any((facts.get(axis) or 1) > 1 for axis in ("tp", "pp", "ep")) or facts.get("batch"):
-        MEGATRON_TABLE.derive(facts)
+        MEGATRON.table.derive(facts)
     elif facts.get("fsdp") and not facts.get("sharding"):
         facts["sharding"] = "parameters"
     facts.setdefault("sharding", "none")
@@ -116,20 +90,4 @@ def _trainer(facts: Facts) -> None:
         facts["sp"] = False
 
 
-MS_SWIFT = Framework(
-    name="ms-swift",
-    title="ms-swift",
-    stack="accelerate",
-    defers_reduction=True,
-    form="yaml",
-    table=Table(
-        known_as="ms-swift",
-        keys=KeyTable("ms-swift"),
-        not_modelled=OTHERS,
-        derive=_trainer,
-    ),
-    names=("swift", "megatron-swift"),
-    splits_evenly=True,
-    expert_tp="one",
-    launcher_shards=True,
-)
+MS_SWIFT = framework("ms-swift", not_modelled=OTHERS, derive=_trainer)

@@ -3,8 +3,8 @@
 Their memory holds generation engines and reference models beside training, so it is not judged, and their keys are not checked for misspellings.
 """
 
-from meshwright.interop.key_file import KeyTable
-from meshwright.interop.keys import Facts, Framework, Table
+from meshwright.interop.keys import Facts
+from meshwright.interop.tables import framework
 
 
 def _derive(facts: Facts) -> None:
@@ -12,26 +12,5 @@ def _derive(facts: Facts) -> None:
     facts["sp"] = bool(facts.get("sp")) and facts.get("tp", 1) > 1
 
 
-VERL = Framework(
-    name="verl",
-    title="verl",
-    stack="accelerate",
-    form="yaml",
-    table=Table(
-        keys=KeyTable("verl"),
-        not_modelled=(r".",),
-        derive=_derive,
-    ),
-)  # fmt: skip
-NEMO_RL = Framework(
-    name="nemo-rl",
-    title="NeMo-RL",
-    stack="automodel",
-    form="yaml",
-    table=Table(
-        keys=KeyTable("nemo-rl"),
-        not_modelled=(r".",),
-        derive=_derive,
-    ),
-    names=("NeMo RL", "NeMo-Reinforcer"),
-)  # fmt: skip
+VERL = framework("verl", not_modelled=(r".",), derive=_derive)
+NEMO_RL = framework("nemo-rl", not_modelled=(r".",), derive=_derive)

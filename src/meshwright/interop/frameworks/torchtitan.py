@@ -7,9 +7,9 @@ pipeline the local batch is divided into micro-batches of `pipeline_parallel_mic
 from meshwright.describe import catalog
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
-from meshwright.interop.key_file import KeyTable
-from meshwright.interop.keys import Facts, Framework, Settings, Table
+from meshwright.interop.keys import Facts, Settings
 from meshwright.interop.shapes import same_shape
+from meshwright.interop.tables import framework
 
 LOOPED = ("interleaved", "looped-bfs", "interleaved-zb")
 CONVERTERS = (("nvfp4", "fp4"), ("mx", "mxfp8"), ("float8", "fp8"))  # words in their names
@@ -100,9 +100,8 @@ def _restate(facts: Facts) -> None:
         facts |= stated_stages(layers, pp * virtual)
 
 
-TABLE = Table(
-    known_as="torchtitan",
-    keys=KeyTable("torchtitan"),
+TORCHTITAN = framework(
+    "torchtitan",
     not_modelled=(
         r"^job\.", r"^profiling", r"^metrics", r"^checkpoint\.", r"^lr_scheduler", r"^validation", r"^comm\.", r"^debug", r"dataloader",
         r"^training\.(steps|warmup_steps|max_norm|dataset|dataset_path|seed|deterministic|gc_)", r"^data\.", r"^fault_tolerance",
@@ -115,21 +114,5 @@ TABLE = Table(
     ),
     derive=_derive,
     restate=_restate,
-)  # fmt: skip
-
-
-TORCHTITAN = Framework(
-    name="torchtitan",
-    title="torchtitan",
-    usual_cluster="dgx-h100",
-    stack="torchtitan",
-    form="toml",
-    table=TABLE,
-    ends_are_layers=True,
-    torch_pipeline=True,
-    takes_flags=True,
-    vocab_of_tokenizer=True,
-    tried=("0.2.2",),
     model_settings=_model_settings,
-    comment="torchtitan settings, for -m torchtitan.train --job.config_file FILE; version 0.3 has settings in Python: --for torchtitan-0.3",
-)
+)  # fmt: skip

@@ -7,13 +7,12 @@ that PyTorch 2.13 does not have ("all parameters must be DTensors"): settings as
 """
 
 import ast
-from dataclasses import replace
 from typing import Any
 
 from meshwright.describe.model import Model
-from meshwright.interop.frameworks.torchtitan import MODELS, TABLE, TORCHTITAN, named_model
-from meshwright.interop.key_file import KeyTable
-from meshwright.interop.keys import Facts, Settings, Table
+from meshwright.interop.frameworks.torchtitan import MODELS, TORCHTITAN, named_model
+from meshwright.interop.keys import Facts, Settings
+from meshwright.interop.tables import framework
 
 # The models of version 0.2, and smaller ones; the function of torchtitan's registry that the plan starts from, by name.
 MODELS_03 = {**MODELS, "llama3.2-1b": ("llama3", "1B"), "llama3.2-3b": ("llama3", "3B")}
@@ -22,25 +21,17 @@ STARTS = {"llama3": "llama3_8b", "deepseek_v3": "deepseek_v3_16b", "qwen3": "qwe
 
 def _derive(facts: Facts) -> None:
     facts["cp_kind"] = "all-gather"
-    TABLE.derive(facts)
+    TORCHTITAN.table.derive(facts)
     if facts.get("ep", 1) > 1:
         facts["expert_tp"] = 1
 
 
 def _restate(facts: Facts) -> None:
     eight, every = facts.get("eight"), facts.get("recompute_every", 1)
-    TABLE.restate(facts)
+    TORCHTITAN.table.restate(facts)
     facts["eight"] = eight
     facts["recompute"] = "full" if every > 1 else facts.get("recompute")
     facts["eager_steps"] = facts.get("pp", 1) > 1 or (facts.get("ep") or 1) > 1
-
-
-TABLE_03 = Table(
-    keys=KeyTable("torchtitan-0.3"),
-    not_modelled=(r"spmd_backend",),
-    derive=_derive,
-    restate=_restate,
-)
 
 
 def _model_settings(model: Model) -> Settings:
@@ -107,18 +98,11 @@ def _flat(path: str, value: ast.expr) -> Settings:
     return {path: "None" if literal is None else literal}
 
 
-TORCHTITAN_03 = replace(
-    TORCHTITAN,
-    name="torchtitan-0.3",
-    title="torchtitan 0.3",
-    usual_cluster="dgx-h100",
-    stack="torchtitan-0.3",
-    form="python",
-    table=TABLE_03,
+TORCHTITAN_03 = framework(
+    "torchtitan-0.3",
+    not_modelled=(r"spmd_backend",),
+    derive=_derive,
+    restate=_restate,
     python=program_text,
     model_settings=_model_settings,
-    package="torchtitan",
-    tried=("0.3.0",),
-    takes_flags=False,
-    comment="torchtitan settings: a module for -m torchtitan.train --module settings --config plan, which imports settings.py from PYTHONPATH",
 )

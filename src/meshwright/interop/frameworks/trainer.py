@@ -5,8 +5,8 @@ say how weights are sharded, apart from these arguments: it is read where they n
 """
 
 from meshwright.interop.frameworks.axolotl import restate_fsdp
-from meshwright.interop.key_file import KeyTable
-from meshwright.interop.keys import Facts, Framework, Table
+from meshwright.interop.keys import Facts
+from meshwright.interop.tables import framework
 
 OTHERS = (r".",)  # of the keys that the framework has, those that are left set nothing that is modelled
 
@@ -62,24 +62,7 @@ def _restate_trl(facts: Facts) -> None:
     _restate(facts, "all-linear")
 
 
-TRL = Framework(
-    name="trl",
-    title="TRL",
-    stack="trl",
-    defers_reduction=True,
-    form="yaml",
-    table=Table(
-        known_as="trl",
-        keys=KeyTable("trl"),
-        not_modelled=OTHERS,
-        derive=_derive_trl,
-        restate=_restate_trl,
-    ),
-    names=("Transformers", "Trainer", "Hugging Face Trainer", "transformers Trainer"),
-    launcher_shards=True,
-    tried=("1.16.0",),
-    comment="TRL settings: the keys of `trl sft --config FILE` that follow from the plan",
-)  # fmt: skip
+TRL = framework("trl", not_modelled=OTHERS, derive=_derive_trl, restate=_restate_trl)
 
 # --- LLaMA-Factory: the YAML of `llamafactory-cli train FILE`. With its back end of Megatron (USE_MCA) it has further degrees, which are read, not written.
 
@@ -117,21 +100,12 @@ def _restate_factory(facts: Facts) -> None:
             facts[name] = ",".join(facts[name])
 
 
-LLAMA_FACTORY = Framework(
-    name="llama-factory",
-    launcher_shards=True,
-    title="LLaMA-Factory",
-    stack="llama-factory",
-    defers_reduction=True,
-    form="yaml",
-    table=Table(
-        known_as="llama-factory",
-        keys=KeyTable("llama-factory"),
-        not_modelled=(SHARED, r"^stage$|optim_config|kernel_config|dist_config|init_config|quant_config|packing|moe_|fusion|fp8_|lora|flash_attn|template|overlap"),
-        derive=_derive_factory,
-        restate=_restate_factory,
+LLAMA_FACTORY = framework(
+    "llama-factory",
+    not_modelled=(
+        SHARED,
+        r"^stage$|optim_config|kernel_config|dist_config|init_config|quant_config|packing|moe_|fusion|fp8_|lora|flash_attn|template|overlap",
     ),
-    package="llamafactory",
-    tried=("0.9.5",),
-    comment="LLaMA-Factory settings: the keys of `llamafactory-cli train FILE` that follow from the plan",
-)  # fmt: skip
+    derive=_derive_factory,
+    restate=_restate_factory,
+)

@@ -1,8 +1,8 @@
 """The tables of keys in `frameworks/keys.toml`."""
 
 from meshwright.interop.frameworks import READABLE
-from meshwright.interop.key_file import KeyTable, document, key_of, rows_of
 from meshwright.interop.keys import Key
+from meshwright.interop.tables import KeyTable, document, key_of, rows_of
 
 
 def test_every_table_and_every_shared_value_is_used() -> None:

@@ -1,12 +1,12 @@
-"""The tables of keys in `frameworks/keys.toml`: which key of a framework means which fact, as rows of `keys.Key`.
+"""The tables of frameworks in TOML: `frameworks/frameworks.toml` describes each one, `frameworks/keys.toml` has its keys.
 
     {key = ["--nproc-per-node", "--nproc_per_node"], fact = "gpus_per_node", read_only = true}
     {key = "--bf16", fact = "half", words = {true = "bf16", false = "unset"}, default = "fp32"}
 
-`key` is the name, or the name and its older spellings; the other fields are those of `Key`. A value `unset` states nothing, a word `null` is None.
-Words, patterns and values that several rows share have a name. A row `include` stands for the rows of another table: without those of some names or
-facts, without those that are only read, made `only_read`, or as flags with underscores. The file is read when a key is first asked for: commands
-without settings of other frameworks start without it.
+A row of keys has the fields of `Key`: `key` is the name, or the name and its older spellings. A value `unset` states nothing, a word `null` is None.
+Words, patterns and values that several rows share have a name. A row `include` stands for the rows of another table: without those of some
+names or facts, without those that are only read, made `only_read`, or as flags with underscores. The keys are read when one is first asked for:
+commands without settings of other frameworks start without them.
 """
 
 import tomllib
@@ -16,10 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from meshwright.interop.keys import Key, last_part, plain
+from meshwright.interop.keys import Framework, Key, Table, last_part, plain
 from meshwright.units import Json
 
-FILE = Path(__file__).parent / "frameworks" / "keys.toml"
+FOLDER = Path(__file__).parent / "frameworks"
 UNSET, NULL = "unset", "null"
 SHARED = ("words", "match", "unset")  # fields whose values have a name if several rows share them
 
@@ -38,8 +38,15 @@ class KeyTable(Sequence[Key]):
 
 
 @cache
-def document() -> Json:
-    return tomllib.loads(FILE.read_text("utf-8"))
+def document(name: str = "keys") -> Json:
+    return tomllib.loads((FOLDER / f"{name}.toml").read_text("utf-8"))
+
+
+def framework(name: str, **parts: Any) -> Framework:
+    """The framework of this name in both files, with the functions and patterns that its Python file gives as fields of `Table` and `Framework`."""
+    described = {field: tuple(v) if isinstance(v, list) else v for field, v in document("frameworks")[name].items()}
+    of_table = {part: parts.pop(part) for part in ("not_modelled", "derive", "restate") if part in parts}
+    return Framework(name=name, table=Table(KeyTable(name), **of_table), **described, **parts)
 
 
 @cache
