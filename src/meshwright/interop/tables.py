@@ -44,7 +44,9 @@ def document(name: str = "keys") -> Json:
 
 def framework(name: str, **parts: Any) -> Framework:
     """The framework of this name in both files, with the functions and patterns that its Python file gives as fields of `Table` and `Framework`."""
-    described = {field: tuple(v) if isinstance(v, list) else v for field, v in document("frameworks")[name].items()}
+    described: Json = {
+        field: tuple(v) if isinstance(v, list) else v for field, v in document("frameworks")[name].items()
+    }
     of_table = {part: parts.pop(part) for part in ("not_modelled", "derive", "restate") if part in parts}
     return Framework(name=name, table=Table(KeyTable(name), **of_table), **described, **parts)
 
