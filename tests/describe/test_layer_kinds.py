@@ -8,11 +8,11 @@ from meshwright.describe import hf
 from meshwright.describe.catalog import load
 from meshwright.describe.hf.reader import different_fields
 from meshwright.describe.legality import check
+from meshwright.describe.mixer_options import LinearOptions
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.shape_checks import layer_kinds
 from meshwright.describe.sharding import parameters
-from meshwright.describe.tensors import LinearOptions
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 

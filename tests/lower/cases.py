@@ -8,10 +8,10 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from meshwright.describe import catalog
+from meshwright.describe.mixer_options import CompressedOptions, LinearOptions
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
-from meshwright.describe.tensors import CompressedOptions, LinearOptions
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.lower import sync

@@ -3,10 +3,10 @@
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
+from meshwright.describe.mixer_options import LinearOptions
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
-from meshwright.describe.tensors import LinearOptions
 from meshwright.describe.workload import Workload
 from meshwright.planner.search import choices as chosen
 from meshwright.planner.search.space import Space

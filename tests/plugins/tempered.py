@@ -3,7 +3,7 @@
 Nothing at the top of the file imports torch: `plan` and `estimate` do not need it.
 """
 
-from meshwright.describe.anatomy import core_saved, with_options
+from meshwright.describe.mixers import core_saved, with_options
 from meshwright.describe.tensors import AttentionCore, Linear, Vector
 from meshwright.describe.variants import ATTENTIONS, OPTIMIZERS, Attention, OptimizerKind
 

@@ -16,8 +16,8 @@ from pydantic.json_schema import SkipJsonSchema
 from meshwright.describe import shape_checks
 from meshwright.describe.adapter import Adapter
 from meshwright.describe.base import Bytes, Count, Described, Norms, Size, Whole
+from meshwright.describe.mixer_options import CompressedOptions, LinearOptions
 from meshwright.describe.shape_parts import ResNetOptions, RopeOptions, RouterOptions
-from meshwright.describe.tensors import CompressedOptions, LinearOptions
 from meshwright.describe.variants import ACTIVATIONS, ATTENTIONS, ActivationName, AttentionName
 
 

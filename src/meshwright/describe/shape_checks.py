@@ -26,7 +26,7 @@ from meshwright.errors import MeshwrightError, nearest_number
 #     experts                          experts          E
 #
 # A *linear* mixer has a state of fixed size instead of keys and values of all positions: Mamba, gated delta rule, lightning attention
-# (`describe.tensors`). Models with compressed attention (`describe.tensors`, DeepSeek-V4) have three more mixers: `window` (W) sees the
+# (`describe.mixer_options`). Models with compressed attention (`describe.mixer_options`, DeepSeek-V4) have three more mixers: `window` (W) sees the
 # nearest positions, `selected` (S) also some of the compressed ones, `compressed` (C) also all of the strongly compressed ones.
 #
 # A *query* mixer (Q) is attention with queries alone: it reads the keys and values of an earlier layer (Gemma 3n).

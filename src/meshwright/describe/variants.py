@@ -144,7 +144,7 @@ ActivationName = Annotated[str, NameIn(ACTIVATIONS)]
 # `ATTENTIONS` is the only table of attention kinds. All parts but the last two are functions of a model:
 #
 #     part         room                      what it returns or does
-#     block        describe.anatomy   the `Block` of a mixer: matrices, vectors, saved tensors and the core (arguments: model, mixer).
+#     block        describe.mixers    the `Block` of a mixer: matrices, vectors, saved tensors and the core (arguments: model, mixer).
 #                                              Parameters, FLOPs, saved activations and the sharding table are counted from it
 #     check        describe.shape_checks       raises for fields that do not fit
 #     key_width    here                        the width of a query and a key: scores are divided by its square root
@@ -234,7 +234,7 @@ ATTENTIONS: Registry[Attention] = Registry(
     ),
     Attention(
         "compressed",
-        "compressed attention (DeepSeek-V4): one KV head, and distant positions pooled into one (`describe.tensors`)",
+        "compressed attention (DeepSeek-V4): one KV head, and distant positions pooled into one (`describe.mixer_options`)",
         ("q_rank", "head_dim", "window", "compressed"),
         ("window", "selected", "compressed"),
         frameworks=("*",),

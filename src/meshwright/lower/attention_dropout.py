@@ -9,7 +9,7 @@ score, forward reads or writes four bytes
 and backward, which recomputes the probabilities, 36.5 times: 6 for them, 17.5, and 13 for p ∘ m, m ∘ do vᵀ and ds. The products are
 those of flash attention, two forward and five backward. Saved for backward are q, k, v, the output and ℓ, as by a fused kernel: dropout
 costs time, not memory, except for the tile at work (five tensors) and for gradients that are accumulated in float32. Stacks that store
-their softmax also save masks and dropped probabilities (`describe.anatomy`); a vendor's fused kernel draws its own numbers and
+their softmax also save masks and dropped probabilities (`describe.mixers`); a vendor's fused kernel draws its own numbers and
 costs as much as without dropout.
 
 Dropout between the products is a separate pass, one read and one write, forward and backward: the mask is hashed in registers, and

@@ -1,4 +1,4 @@
-"""Compressed attention (`describe.tensors`) under tensor, sequence and context parallelism, for one micro-batch.
+"""Compressed attention (`describe.mixer_options`) under tensor, sequence and context parallelism, for one micro-batch.
 
 Projections into latents, the compressor and the indexer are whole on every tensor-parallel rank and run on its own tokens under sequence
 parallelism. What enters the tensor-parallel region is the latent of the queries and the shared KV vector. The groups of the output projection

@@ -1,4 +1,4 @@
-"""A linear mixer (`describe.tensors`) under tensor, sequence and context parallelism, for one micro-batch.
+"""A linear mixer (`describe.mixer_options`) under tensor, sequence and context parallelism, for one micro-batch.
 
 Tensor parallelism cuts heads and groups, as in attention: one exchange of T·h before the input projection and one after the output
 projection. Context parallelism exchanges sequence for heads with two all-to-alls, as Ulysses does for attention, whatever the plan's kind of
