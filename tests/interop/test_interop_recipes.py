@@ -331,10 +331,10 @@ def test_offloaded_activations_take_no_memory(offload: dict[str, Any], share: fl
 def test_megatron_chooses_the_width_of_a_feed_forward_layer(swiglu: bool, ffn: int) -> None:
     """4 × hidden; with SwiGLU, which has a third matrix, two thirds of that in multiples of 64."""
     facts = {"model.hidden": 4096, "gated": swiglu}
-    megatron.TABLE.derive(facts)
+    megatron.MEGATRON.table.derive(facts)
     assert facts["model.ffn"] == ffn
     named = {"model.hidden": 4096, "gated": swiglu, "model.ffn": 14336}
-    megatron.TABLE.derive(named)
+    megatron.MEGATRON.table.derive(named)
     assert named["model.ffn"] == 14336
 
 
