@@ -4,16 +4,29 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.describe.result import GIB
-from meshwright.predict.decode import Decoding, TokenTime
+from meshwright.predict.decode import Decoding
 from meshwright.units import format_bytes, format_seconds
-from meshwright.view.tables import filled, heading
+from meshwright.view.tables import Columns, filled, heading, listed
+
+PARTS = ("weights", "cache", "communication", "other")
+OTHERS = (">tp", ">ep", ">replicas", ">prefill", ">one token", ">most", ">its token", ">tokens/s per GPU")
 
 
 def page(d: Decoding) -> RenderableType:
     caches = [
-        (name, f"{number}", f"{format_bytes(size / number)}", format_bytes(size))
+        (name, number, format_bytes(size / number), format_bytes(size))
         for (name, (number, _)), size in zip(d.caches.items(), d.cache_bytes.values(), strict=True)
     ]
+    parts: Columns = {f">{name}": lambda row, name=name: format_seconds(row.parts_s[name]) for name in PARTS}
+    tokens: Columns = {
+        ">sequences": lambda row: f"{row.sequences:,}",
+        ">token": lambda row: format_seconds(row.token_s),
+        ">tokens/s": lambda row: f"{row.tokens_per_s:,.0f}",
+        ">per GPU": lambda row: f"{row.tokens_per_s / d.plan.world:,.0f}",
+        **parts,
+        ">memory": lambda row: f"{row.memory_gib:.1f} GiB",
+        "!bound by": lambda row: row.bound_by if row.fits else "does not fit",
+    }
     prompt = f"prefill of {d.context:,} tokens: {format_seconds(d.prefill_s)} to the first token of one sequence"
     return Group(
         heading(f"{d.config.model.name} on {d.plan.world} × {d.config.cluster.accelerator.name}", title(d)),
@@ -22,28 +35,11 @@ def page(d: Decoding) -> RenderableType:
         heading("KV cache", f"of one sequence of {d.context:,} tokens"),
         filled(("mixer", ">layers", ">a layer", ">all layers"), caches),
         heading("One token of each sequence", "sequences of a replica"),
-        filled(
-            (
-                ">sequences",
-                ">token",
-                ">tokens/s",
-                ">per GPU",
-                ">weights",
-                ">cache",
-                ">communication",
-                ">other",
-                ">memory",
-                "!bound by",
-            ),
-            [cells(d, row) for row in d.table],
-        ),
+        listed(d.table, tokens),
         Text(crossing(d)),
         Text(""),
         heading("Other degrees", "one sequence of a replica, and the most that fit"),
-        filled(
-            (">tp", ">ep", ">replicas", ">prefill", ">one token", ">most", ">its token", ">tokens/s per GPU"),
-            [other(one) for one in d.alternatives],
-        ),
+        filled(OTHERS, map(other, d.alternatives)),
         *(Text(f"assumed: {words}", "dim") for words in d.assumed),
     )
 
@@ -51,14 +47,6 @@ def page(d: Decoding) -> RenderableType:
 def title(d: Decoding) -> str:
     ep = f", ep {d.plan.ep}" if d.plan.ep > 1 else ""
     return f"tp {d.plan.tp}{ep}, {d.plan.dp} replica{'s' * (d.plan.dp > 1)}, {d.config.workload.precision}"
-
-
-def cells(d: Decoding, row: TokenTime) -> tuple[str, ...]:
-    parts = (format_seconds(row.parts_s[part]) for part in ("weights", "cache", "communication", "other"))
-    bound_by = row.bound_by if row.fits else "does not fit"
-    rate = row.tokens_per_s
-    rates = f"{row.sequences:,}", format_seconds(row.token_s), f"{rate:,.0f}", f"{rate / d.plan.world:,.0f}"
-    return *rates, *parts, f"{row.memory_gib:.1f} GiB", bound_by
 
 
 def crossing(d: Decoding) -> str:
@@ -76,13 +64,7 @@ def crossing(d: Decoding) -> str:
 
 def other(d: Decoding) -> tuple[str, ...]:
     first, last = d.ends
-    degrees = (
-        f"{d.plan.tp}",
-        f"{d.plan.ep}",
-        f"{d.plan.dp}",
-        format_seconds(d.prefill_s),
-        format_seconds(first.token_s),
-    )
+    degrees = str(d.plan.tp), str(d.plan.ep), str(d.plan.dp), format_seconds(d.prefill_s), format_seconds(first.token_s)
     if not d.most_sequences:
         return (*degrees, f"0 ({first.memory_gib:.0f} of {d.config.cluster.accelerator.memory / GIB:.0f} GiB)", "", "")
     return (*degrees, f"{d.most_sequences:,}", format_seconds(last.token_s), f"{last.tokens_per_s / d.plan.world:,.0f}")

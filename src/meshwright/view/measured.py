@@ -3,30 +3,17 @@
 from rich.console import Group, RenderableType
 
 from meshwright.units import Json, format_seconds
-from meshwright.view.tables import table
+from meshwright.view.tables import filled
 
 
 def page(result: Json) -> RenderableType:
-    ranks = table(
-        "!rank", ">stage", ">step", ">predicted", ">difference", ">allocated", ">predicted", ">difference", ">spread"
-    )
-    for row in result["ranks"]:
-        p = row["predicted"]
-        ranks.add_row(
-            str(row["rank"]),
-            str(row["stage"]),
-            format_seconds(row["step_s"]),
-            format_seconds(p["step_s"]),
-            f"{p['step_s'] / row['step_s'] - 1:+.1%}",
-            f"{row['allocated_gib']:.2f} GiB",
-            f"{p['allocated_gib']:.2f} GiB",
-            f"{p['allocated_gib'] / row['allocated_gib'] - 1:+.1%}",
-            f"{row['spread']:.0%}",
-        )
-    parts = table("!rank", "part", ">seconds")
-    for row in result["ranks"]:
-        for part, seconds in sorted((row["parts_s"] or {}).items(), key=lambda item: -item[1]):
-            parts.add_row(str(row["rank"]), part, format_seconds(seconds))
+    columns = ("!rank", ">stage", *beside("step"), *beside("allocated"), ">spread")
+    ranks = filled(columns, map(rank_cells, result["ranks"]))
+    rows = [
+        (row["rank"], part, format_seconds(seconds))
+        for row in result["ranks"]
+        for part, seconds in sorted((row["parts_s"] or {}).items(), key=lambda item: -item[1])
+    ]
     step = result["step"]
     seconds, low, high, compute, predicted = (
         format_seconds(step[key])
@@ -38,7 +25,20 @@ def page(result: Json) -> RenderableType:
         f"[bold]{result['title']}[/] on {result['device']}: {len(result['ranks'])} measured "
         f"rank{'s' * (len(result['ranks']) != 1)}, {', '.join(map(str, sorted(micro)))} micro-batches",
         ranks,
-        parts,
+        filled(("!rank", "part", ">seconds"), rows),
         f"Step of all ranks: {seconds} ({low} to {high}); compute of the busiest rank {compute}, measured; predicted {predicted}",
         f"[dim]assumed: {'; '.join(['network and schedule as predicted', *notes])}[/]",
     )
+
+
+def beside(name: str) -> tuple[str, ...]:
+    return f">{name}", ">predicted", ">difference"
+
+
+def rank_cells(row: Json) -> tuple[object, ...]:
+    """A measured rank beside its prediction."""
+    cells: list[object] = [row["rank"], row["stage"]]
+    for key, form in (("step_s", format_seconds), ("allocated_gib", "{:.2f} GiB".format)):
+        measured, predicted = row[key], row["predicted"][key]
+        cells += [form(measured), form(predicted), f"{predicted / measured - 1:+.1%}"]
+    return *cells, f"{row['spread']:.0%}"

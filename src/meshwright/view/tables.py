@@ -6,7 +6,7 @@ wrapped, `"~source"` dim and wrapped.
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
 from typing import Any
 
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 PIPED_WIDTH = 120
+Columns = dict[str, Callable[[Any], object]]  # the name of each column, and the cell that it shows of an item
 
 
 def console(stderr: bool = False) -> Console:
@@ -85,6 +86,11 @@ def filled(columns: Iterable[str], rows: Iterable[Iterable[object]], title: str 
     for row in rows:
         out.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return out
+
+
+def listed(items: Iterable[Any], columns: Columns, title: str = "") -> Table:
+    """A table with a row for each item: of each column its cell."""
+    return filled(columns, ([cell(item) for cell in columns.values()] for item in items), title)
 
 
 class FittedTable:

@@ -12,14 +12,14 @@ from rich.text import Text
 from meshwright.describe.result import GIB
 from meshwright.errors import MeshwrightError
 from meshwright.explain.attribution import COMPUTE, KINDS, Part, StepAttribution
-from meshwright.explain.beside import PartDifference, TraceBesidePlan
+from meshwright.explain.beside import TraceBesidePlan
 from meshwright.explain.explanation import TraceExplanation
 from meshwright.explain.intervals import Intervals
 from meshwright.explain.memory_snapshot import MemoryReport
 from meshwright.units import Json, format_seconds
 from meshwright.view.memory_snapshot import predicted_gib
 from meshwright.view.page.bundle import written_view
-from meshwright.view.tables import FittedTable, filled
+from meshwright.view.tables import Columns, FittedTable, filled, listed
 
 MOST_RANKS = 8
 MOST_PRODUCTS = 6
@@ -63,19 +63,14 @@ def page(e: TraceExplanation, beside: TraceBesidePlan | MeshwrightError) -> Rend
 def causes(e: TraceExplanation) -> RenderableType:
     if not e.causes:
         return Text("no cause of lost time above 1% of the step: compute fills it", "green")
-    rows = [
-        (
-            str(i),
-            Text(c.cause, "bold"),
-            format_seconds(c.seconds),
-            f"{c.seconds / e.step_s:.0%}",
-            Text(f"{c.evidence}\n→ {c.fix}"),
-        )
-        for i, c in enumerate(e.causes, 1)
-    ]
-    return filled(
-        (">", "!cause", ">per step", ">share", "evidence, and what to change"), rows, title="What to change first"
-    )
+    columns: Columns = {
+        ">": lambda c: e.causes.index(c) + 1,
+        "!cause": lambda c: Text(c.cause, "bold"),
+        ">per step": lambda c: format_seconds(c.seconds),
+        ">share": lambda c: f"{c.seconds / e.step_s:.0%}",
+        "evidence, and what to change": lambda c: f"{c.evidence}\n→ {c.fix}",
+    }
+    return listed(e.causes, columns, "What to change first")
 
 
 def parts(e: TraceExplanation) -> RenderableType:
@@ -112,13 +107,13 @@ def ordered(found: Iterable[Part]) -> list[Part]:
 def late(e: TraceExplanation) -> list[RenderableType]:
     if not e.run.late:
         return []
-    rows = [
-        (f"{x.rank}", f"{x.share:.0%}", format_seconds(x.late_s), "in every step" if x.constant else "at times")
-        for x in e.run.late[:MOST_RANKS]
-    ]
-    return [
-        filled((">rank", ">last at", ">behind the others", "how often"), rows, title="Who arrives last at collectives")
-    ]
+    columns: Columns = {
+        ">rank": lambda x: x.rank,
+        ">last at": lambda x: f"{x.share:.0%}",
+        ">behind the others": lambda x: format_seconds(x.late_s),
+        "how often": lambda x: "in every step" if x.constant else "at times",
+    }
+    return [listed(e.run.late[:MOST_RANKS], columns, "Who arrives last at collectives")]
 
 
 def products(e: TraceExplanation) -> list[RenderableType]:
@@ -126,19 +121,15 @@ def products(e: TraceExplanation) -> list[RenderableType]:
     rank = next((rank for rank in sorted(e.products) if e.products[rank]), None)
     if rank is None:
         return []
-    rows = [
-        (
-            p.shape,
-            p.dtype,
-            str(p.count),
-            format_seconds(p.seconds),
-            f"{p.flops / p.seconds / 1e12:.3g}",
-            f"{p.usual_s / p.seconds:.0%}",
-        )
-        for p in e.products[rank][:MOST_PRODUCTS]
-    ]
-    columns = ("product", "dtype", ">times", ">all of them", ">TFLOP/s", ">of the usual rate")
-    return [filled(columns, rows, title=f"Matrix products of rank {rank}")]
+    columns: Columns = {
+        "product": lambda p: p.shape,
+        "dtype": lambda p: p.dtype,
+        ">times": lambda p: p.count,
+        ">all of them": lambda p: format_seconds(p.seconds),
+        ">TFLOP/s": lambda p: f"{p.flops / p.seconds / 1e12:.3g}",
+        ">of the usual rate": lambda p: f"{p.usual_s / p.seconds:.0%}",
+    }
+    return [listed(e.products[rank][:MOST_PRODUCTS], columns, f"Matrix products of rank {rank}")]
 
 
 def compared(beside: TraceBesidePlan | MeshwrightError) -> list[RenderableType]:
@@ -149,29 +140,20 @@ def compared(beside: TraceBesidePlan | MeshwrightError) -> list[RenderableType]:
     band = f"{format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}"
     about = f"predicted {format_seconds(p.step_time_s)} ({band}), measured {format_seconds(beside.explanation.step_s)}; rank {beside.rank}"
     plan = f"plan {beside.source}: {beside.config.plan.title()}; stack {beside.config.stack.name} on {beside.config.cluster.accelerator.name}"
-    columns = ("part", ">predicted", ">measured", ">difference")
-    out: list[RenderableType] = [
-        filled(columns, [cells(row) for row in beside.rows], title="Beside the prediction"),
-        Text(about),
-        Text(plan, "dim"),
-        filled(
-            (*columns, "reason"), [(*cells(row), row.reason) for row in beside.largest], title="The largest differences"
-        ),
-    ]
+    out: list[RenderableType] = [listed(beside.rows, BESIDE, "Beside the prediction"), Text(about), Text(plan, "dim")]
+    out.append(listed(beside.largest, {**BESIDE, "reason": lambda row: row.reason}, "The largest differences"))
     if beside.changes:
         rows = [(c.title, format_seconds(c.saved), c.fix) for c in beside.changes]
         out.append(filled(("change of the plan", ">saves per step", "~with"), rows, title="What `plan` would change"))
     return out
 
 
-def cells(row: PartDifference) -> tuple[str, str, str, str]:
-    sign = "+" if row.difference_s >= 0 else "−"
-    return (
-        row.name,
-        format_seconds(row.predicted_s),
-        format_seconds(row.measured_s),
-        f"{sign}{format_seconds(abs(row.difference_s))}",
-    )
+BESIDE: Columns = {
+    "part": lambda row: row.name,
+    ">predicted": lambda row: format_seconds(row.predicted_s),
+    ">measured": lambda row: format_seconds(row.measured_s),
+    ">difference": lambda row: f"{'+' if row.difference_s >= 0 else '−'}{format_seconds(abs(row.difference_s))}",
+}
 
 
 def as_dict(e: TraceExplanation, beside: TraceBesidePlan | MeshwrightError) -> Json:

@@ -78,9 +78,17 @@ def marker(name: str, *points: Sequence[Any], **look: Any) -> Json:
     return curve(name, points, only=True, **look)
 
 
-def axis(label: str, unit: str = "", log: int = 0, **more: Any) -> Json:
-    """An axis: its label, its unit (a name in `format.js`), and the base of its logarithm."""
-    return {"label": label, **({"unit": unit} if unit else {}), **({"log": log} if log else {}), **more}
+def axis(
+    label: str,
+    unit: str = "",
+    log: int = 0,
+    low: float | None = None,
+    high: float | None = None,
+    ticks: Sequence[float] = (),
+) -> Json:
+    """An axis: its label, its unit (a name in `format.js`), the base of its logarithm, its ends and its ticks."""
+    given: Json = {"unit": unit or None, "log": log or None, "from": low, "to": high, "ticks": list(ticks) or None}
+    return {"label": label} | {name: value for name, value in given.items() if value is not None}
 
 
 def mark(at: float, words: str, colour: str = "quiet", **more: Any) -> Json:

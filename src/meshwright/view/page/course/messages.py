@@ -204,7 +204,7 @@ def link_roofline(subject: Subject, v: Values) -> Json:
         ),
     ]
     x, y = (
-        draw.axis("FLOPs per byte sent", log=10, **{"from": 1e2, "to": 2e7}),
+        draw.axis("FLOPs per byte sent", log=10, low=1e2, high=2e7),
         draw.axis("FLOP/s of a device", "flops", 10),
     )
     return draw.lines(series, x, y, marks, stats=stats, note=note)

@@ -170,7 +170,7 @@ def bubble(subject: Subject, v: Values) -> Json:
         stat("At M = 4P", f"{formulas.bubble_fraction('1f1b', p, 4 * p):.1%}", "GPipe and 1F1B"),
         stat("For 10%", f"{formulas.microbatches_for_efficiency('1f1b', p, 0.9)}", "micro-batches of 1F1B"),
     ]
-    x, y = draw.axis("micro-batches", "whole", 2), draw.axis("bubble, share of the step", "share", **{"from": 0})
+    x, y = draw.axis("micro-batches", "whole", 2), draw.axis("bubble, share of the step", "share", low=0)
     return draw.lines(series, x, y, stats=stats)
 
 
@@ -224,7 +224,7 @@ def zigzag(subject: Subject, v: Values) -> Json:
         whole = draw.part("work", s, "cp", f"blocks {', '.join(own)} of {2 * c}: {s:.1%}")
         rows.append(draw.bar(f"rank {r}", f"{s:.1%} · blocks {' and '.join(own)}", whole))
     stats = [stat("Slowest rank", f"{max(shares) * c:.2f} ×", "the mean: all wait for it")]
-    return draw.bars(rows, draw.axis("share of all query-key pairs", "share", to=2 / c), stats=stats)
+    return draw.bars(rows, draw.axis("share of all query-key pairs", "share", high=2 / c), stats=stats)
 
 
 @figure(

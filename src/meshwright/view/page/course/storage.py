@@ -29,9 +29,9 @@ def formats(subject: Subject, v: Values) -> Json:
         fewer = draw.part("with fewer digits", normal - low, "hidden", words[0])
         every = draw.part("with all digits", high - normal, "compute", words[1])
         rows.append(draw.bar(f.name, f"{f.digits:.1f} digits", fewer, every, start=low))
-    shown = {"from": 1e-46, "to": 1e40, "ticks": [1e-40, 1e-20, 1.0, 1e20, 1e40]}
+    ticks = (1e-40, 1e-20, 1.0, 1e20, 1e40)
     note = "Formats of 8 bits or fewer need scale factors that map the data into their range."
-    return draw.bars(rows, draw.axis("size of a number", "power", 10, **shown), note=note)
+    return draw.bars(rows, draw.axis("size of a number", "power", 10, 1e-46, 1e40, ticks), note=note)
 
 
 @figure(
@@ -55,7 +55,7 @@ def rounding(subject: Subject, v: Values) -> Json:
         stat("Lost in fp16", f"{lost[1]:.0%}", "the same updates"),
         stat("Half a step of bf16", f"{2.0**-8:.2%}", "of the weight: smaller updates may vanish"),
     ]
-    return draw.lines(series, draw.axis("updates", "whole"), draw.axis("weight", **{"from": v["weight"]}), stats=stats)
+    return draw.lines(series, draw.axis("updates", "whole"), draw.axis("weight", low=v["weight"]), stats=stats)
 
 
 def rounded(x: float, mantissa: int) -> float:

@@ -19,7 +19,7 @@ figure = registered(FIGURES)
 WORLD = 64
 DEGREES = (1, 2, 4)
 HOUR = 3600.0
-AROUND_ONE: Json = {"log": 2, "from": 0.5, "to": 2.0}  # an axis of ratios
+AROUND_ONE: Json = {"log": 2, "low": 0.5, "high": 2.0}  # an axis of ratios
 LLAMA3_HOURS = round(failures.GPU_MTBF / HOUR, -2)  # between interruptions of a GPU of Llama 3
 
 
@@ -97,7 +97,7 @@ def failure(subject: Subject, v: Values) -> Json:
     ]
     best = draw.mark(r.interval, f"best {format_seconds(r.interval)}", "optimizer", low=True)
     return draw.lines(
-        [drawn], draw.axis("time between saves", "s", 10), draw.axis("goodput", "share", to=1.0), [best], stats=stats
+        [drawn], draw.axis("time between saves", "s", 10), draw.axis("goodput", "share", high=1.0), [best], stats=stats
     )
 
 
@@ -124,7 +124,7 @@ def loss(subject: Subject, v: Values) -> Json:
         stat("Loss", f"{best.loss:.3f}", "nats per token"),
     ]
     x = draw.axis("parameters; tokens = FLOPs / 6N", "count", 10)
-    y = draw.axis("loss, nats per token", "number", **{"from": 1.6})
+    y = draw.axis("loss, nats per token", "number", low=1.6)
     return draw.lines(series, x, y, stats=stats, note=f"Fit: {best.source}.")
 
 
