@@ -131,6 +131,11 @@ class StepResult:
         return [sum(p.values()) if t is None else t for t, p in zip(tensors, parts, strict=True)]
 
     @property
+    def fullest_stage(self) -> int:
+        """The stage that needs the most memory."""
+        return max(range(len(self.memory_by_stage)), key=lambda s: sum(self.memory_by_stage[s].values()))
+
+    @property
     def parts(self) -> dict[str, float]:
         """`exposed_s` in the parts that a measurement has; empty if unknown."""
         out: dict[str, float] = {"compute": 0.0} if self.exposed_s else {}

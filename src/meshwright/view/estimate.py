@@ -11,6 +11,7 @@ from meshwright.cost.checkpoint import checkpoint_words
 from meshwright.describe import legality
 from meshwright.describe.result import COMMUNICATION, part_name
 from meshwright.describe.workload import FP8
+from meshwright.planner.advice.explain import training
 from meshwright.predict.estimate import Estimate
 from meshwright.units import format_count, format_decimal_bytes, format_rate, format_seconds
 from meshwright.view.tables import titled
@@ -63,12 +64,10 @@ def header(e: Estimate) -> Panel:
         spare = p.memory_limit_gib - (p.memory_gib or 0)
         words = f"{spare:.1f} GiB free" if p.fits else f"{-spare:.1f} GiB over the limit"
         lines.append(Text(f"{p.memory_fit}: {words} on the fullest stage", style=colour))
-    if e.workload.tokens:
-        seconds = e.workload.tokens / (p.tokens_per_s or 1)
-        hours = seconds / 3600 * e.plan.world
-        cost = f", ${hours * e.cluster.price:,.0f}" if e.cluster.price else ""
-        days = f"{seconds / 86400:,.1f} days, {hours:,.0f} GPU-hours{cost}"
-        lines.append(Text(f"{format_count(e.workload.tokens)} {e.model.unit}: {days}"))
+    if cost := training(e):
+        price = f", ${cost.dollars:,.0f}" if cost.price else ""
+        days = f"{cost.days:,.1f} days, {cost.gpu_hours:,.0f} GPU-hours{price}"
+        lines.append(Text(f"{format_count(cost.tokens)} {e.model.unit}: {days}"))
     return Panel(Group(*lines), title="estimate", title_align="left", border_style="blue")
 
 

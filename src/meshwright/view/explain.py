@@ -153,7 +153,7 @@ def explain_bubble(e: Estimate) -> RenderableType:
 
 
 def explain_memory(e: Estimate) -> RenderableType:
-    worst = max(range(len(e.prediction.memory_by_stage)), key=lambda s: sum(e.prediction.memory_by_stage[s].values()))
+    worst = e.prediction.fullest_stage
     stage = e.prediction.memory_by_stage[worst]
     table = titled("", ("part", ">GiB"), [(part, f"{size:.2f}") for part, size in stage.items()])
     saved = {b: {k: scalar(v) / 2**20 for k, v in parts.items() if scalar(v)} for b, parts in e.program.saved.items()}

@@ -57,12 +57,12 @@ def change_lines(changes: Sequence[Change]) -> Iterator[RenderableType]:
     if changes:
         yield Text("\nchange first", "bold")
     for change in changes:
-        effect = (
-            f"saves {format_seconds(change.saved)}"
-            if change.saved >= 0
-            else f"takes {format_seconds(-change.saved)} longer"
-        )
-        yield Padding(Text.assemble(change.fix, (f"   {effect}, {change.memory_gib:.1f} GiB", "dim")), (0, 0, 0, 4))
+        effect = f"   {saving(change.saved)}, {change.memory_gib:.1f} GiB"
+        yield Padding(Text.assemble(change.fix, (effect, "dim")), (0, 0, 0, 4))
+
+
+def saving(seconds: float) -> str:
+    return f"saves {format_seconds(seconds)}" if seconds >= 0 else f"takes {format_seconds(-seconds)} longer"
 
 
 def worth(f: Finding) -> str:
@@ -70,7 +70,7 @@ def worth(f: Finding) -> str:
         return ""
     if "workload.batch" in f.fix:
         return f"saves {format_seconds(f.saves_s)} for the work of a step, and changes the batch"
-    return f"saves {format_seconds(f.saves_s)}" if f.saves_s >= 0 else f"takes {format_seconds(-f.saves_s)} longer"
+    return saving(f.saves_s)
 
 
 def summary(findings: Iterable[Finding]) -> Text:

@@ -20,7 +20,7 @@ def page(reports: Sequence[MemoryReport], prediction: Prediction | None = None) 
 
 def predicted_gib(report: MemoryReport, prediction: Prediction) -> dict[str, float]:
     """The prediction of the fullest stage by category of a report, in GiB."""
-    fullest = max(prediction.memory_by_stage, key=lambda stage: sum(stage.values()))
+    fullest = prediction.memory_by_stage[prediction.fullest_stage]
     return {name: sum(fullest.get(part, 0.0) for part in PREDICTED.get(name, (name,))) for name in report.by_category}
 
 

@@ -211,8 +211,11 @@ def _count(n: int, word: str, plural: str = "s") -> str:
 
 def _style(background: tuple[int, int, int]) -> str:
     bright = 0.299 * background[0] + 0.587 * background[1] + 0.114 * background[2] > 140
-    ink = "rgb(20,20,30)" if bright else "rgb(255,255,255)"
-    return f"{ink} on rgb({background[0]},{background[1]},{background[2]})"
+    return f"{'rgb(20,20,30)' if bright else 'rgb(255,255,255)'} on {rgb(background)}"
+
+
+def rgb(shade: tuple[int, int, int]) -> str:
+    return f"rgb({shade[0]},{shade[1]},{shade[2]})"
 
 
 def _line() -> Text:
@@ -298,13 +301,10 @@ def _half_blocks(walked: Walked, own: slice, columns: int) -> Text:
         for i in _sampled(walked, own, 2 * columns)
     ]
     for left, right in zip(shades[::2], shades[1::2], strict=True):
-        if left is None and right is None:
-            text.append("·", "dim")
-        elif left is None:
-            text.append("▐", f"rgb({right[0]},{right[1]},{right[2]})" if right else "")
+        if left:
+            text.append("▌", f"{rgb(left)} on {rgb(right)}" if right else rgb(left))
         else:
-            ground = f" on rgb({right[0]},{right[1]},{right[2]})" if right else ""
-            text.append("▌", f"rgb({left[0]},{left[1]},{left[2]})" + ground)
+            text.append("▐" if right else "·", rgb(right) if right else "dim")
     return text
 
 

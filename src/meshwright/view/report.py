@@ -12,6 +12,7 @@ from meshwright.describe.run_folder import PLAN, PREDICTION, PROFILE, is_inside,
 from meshwright.errors import MeshwrightError
 from meshwright.view.page.bundle import written
 from meshwright.view.page.runs import PARTS, run_data, run_entry
+from meshwright.view.runs import check_folder
 from meshwright.view.trace import MICROSECONDS, VERSION, both_steps
 
 TITLE = "Training runs: predicted and measured"
@@ -35,9 +36,7 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
 
 def check_run(folder: Path) -> None:
     """Raise if a folder is not that of a run, or has a file that `train` did not write; the error names the file."""
-    if not folder.is_dir():
-        what = f"the run folder {str(folder)!r} {'is a file' if folder.exists() else 'does not exist'}"
-        raise MeshwrightError("MW-REP-001", what, fix="meshwright train PLAN.toml --out FOLDER")
+    check_folder(folder)
     if not is_run(folder):
         missing = PLAN if not is_inside(folder / PLAN, folder) else PREDICTION
         why = "`train` writes it before the first step"

@@ -40,12 +40,17 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
     """The run folders that are given, and those directly below a folder that is none; the newest first."""
     folders: dict[Path, None] = {}
     for place in places:
-        if not place.is_dir():
-            what = f"the folder '{place}' {'is a file' if place.exists() else 'does not exist'}"
-            raise MeshwrightError("MW-REP-001", what, fix="meshwright train PLAN.toml --out FOLDER")
+        check_folder(place)
         inside = [place] if is_run(place) else sorted(p for p in place.iterdir() if p.is_dir() and is_run(p))
         folders |= dict.fromkeys(inside[:MOST_RUNS])
     return sorted(folders, key=modified, reverse=True)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise if there is no such folder."""
+    if not folder.is_dir():
+        what = f"the folder '{folder}' {'is a file' if folder.exists() else 'does not exist'}"
+        raise MeshwrightError("MW-REP-001", what, fix="meshwright train PLAN.toml --out FOLDER")
 
 
 def summary(folder: Path) -> dict[str, Any]:

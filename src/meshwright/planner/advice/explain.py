@@ -172,7 +172,7 @@ def bound(p: Prediction) -> str:
 def training(e: Estimate) -> TrainingCost | None:
     """Days, GPU-hours and dollars for the token budget; the days have the step's band."""
     tokens, rate = e.workload.tokens, e.prediction.tokens_per_s or 0.0
-    if not tokens or e.model.kind != "transformer":
+    if not tokens:
         return None
     days = tokens / rate / 86400
     p = e.prediction

@@ -30,16 +30,8 @@ def written(
     **more: Any,
 ) -> str:
     """One HTML file with the data of some views, by name. `bare`: views that belong to no plan, without inputs and verdict."""
-    page: dict[str, Any] = {"view": first or next(iter(views)), "options": {}}
-    content = {
-        "state": {**(plan_file or {}), "page": page},
-        "views": views,
-        "catalog": None,
-        "command": LIVE,
-        "bare": bare,
-        **more,
-    }
-    return offline_page(title, content)
+    state = {**(plan_file or {}), "page": {"view": first or next(iter(views)), "options": {}}}
+    return offline_page(title, {"state": state, "views": views, "catalog": None, "command": LIVE, "bare": bare, **more})
 
 
 def written_view(name: str, title: str, data: dict[str, Any]) -> str:
@@ -55,9 +47,7 @@ def state(subject: Subject) -> dict[str, Any]:
 def answer(subject: Subject, name: str) -> dict[str, Any]:
     """The data of one view; a view that this plan cannot have says why in its place."""
     entry = view(name)
-    out: dict[str, Any] = {"title": entry.title, "data": None, "error": None}
     try:
-        out["data"] = entry.data(subject)
+        return {"title": entry.title, "data": entry.data(subject), "error": None}
     except MeshwrightError as error:
-        out["error"] = error.as_dict()
-    return out
+        return {"title": entry.title, "data": None, "error": error.as_dict()}

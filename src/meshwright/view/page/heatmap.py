@@ -6,6 +6,7 @@ plan that `meshwright plan` prints.
 
 from meshwright.planner.search.cells import MEMORY, Cell
 from meshwright.planner.search.strategies import Candidate
+from meshwright.predict.prediction import samples_per_step
 from meshwright.units import Json, format_bytes, format_seconds
 from meshwright.view.page.subject import Subject
 
@@ -23,7 +24,7 @@ def data(subject: Subject) -> Json:
         cells = with_leaders(cells, subject.result.ranking.leaders)
     fitting = [cell for cell in cells if cell.fits and cell.best is not None]
     best = min(fitting, key=lambda cell: cell.best.time if cell.best else 0.0, default=None)
-    tokens = subject.workload.tokens_per_step if subject.model.kind == "transformer" else subject.workload.batch
+    tokens = samples_per_step(subject.config)
     return {
         "gpus": subject.cluster.world,
         "tp": sorted({cell.tp for cell in cells}),

@@ -4,6 +4,7 @@ from typing import Any
 
 from meshwright.describe.result import values_of
 from meshwright.planner.advice.reasons import reasons
+from meshwright.planner.result import PlanComparison
 from meshwright.view.page.subject import Subject
 from meshwright.view.plan import show
 
@@ -16,7 +17,6 @@ def data(subject: Subject) -> dict[str, Any]:
     """
     result = subject.result
     explained = not subject.is_provisional
-    mine = result.compare(subject.plan)
     return {
         "searched": result.searched,
         "costed": result.found.costed,
@@ -44,14 +44,18 @@ def data(subject: Subject) -> dict[str, Any]:
             | {"title": w.plan.title(), "plan": w.plan.as_dict()}
             for w in (result.why_not if explained else ())
         ],
-        "mine": {
-            "legal": mine.user is not None,
-            "refused": mine.refused,
-            "slower": mine.slower if mine.user else None,
-            "step_time_s": mine.user.prediction.step_time_s if mine.user else None,
-            "difference": [{"name": name, "s": s} for name, s in mine.parts] if mine.user else [],
-            "fields": [{"field": k, "mine": show(a, k), "best": show(b, k)} for k, (a, b) in mine.fields.items()]
-            if mine.user
-            else [],
-        },
+        "mine": compared(result.compare(subject.plan)),
+    }
+
+
+def compared(mine: PlanComparison) -> dict[str, Any]:
+    """The present plan against the winner."""
+    out: dict[str, Any] = {"legal": mine.user is not None, "refused": mine.refused, "slower": None, "step_time_s": None}
+    if mine.user is None:
+        return {**out, "difference": [], "fields": []}
+    return out | {
+        "slower": mine.slower,
+        "step_time_s": mine.user.prediction.step_time_s,
+        "difference": [{"name": name, "s": s} for name, s in mine.parts],
+        "fields": [{"field": k, "mine": show(a, k), "best": show(b, k)} for k, (a, b) in mine.fields.items()],
     }

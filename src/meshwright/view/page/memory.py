@@ -21,7 +21,7 @@ def data(subject: Subject) -> dict[str, Any]:
     e = subject.estimate
     stages = e.prediction.memory_by_stage
     totals = [sum(stage.values()) for stage in stages]
-    fullest = int(np.argmax(totals))
+    fullest = e.prediction.fullest_stage
     stage = min(int(subject.option("stage", fullest, most=1e6)), len(stages) - 1)
     parts = [part for part in PARTS if any(one[part] > 0 for one in stages)]
     texts = part_formulas(e)

@@ -194,8 +194,4 @@ def rows_after(file: Path, seen: SeenFiles) -> tuple[list[list[Any]], int, int]:
             rows += parsed(line)
     if stride > 1 and count % stride:
         rows += parsed(last)
-    return values(rows), offset, count
-
-
-def values(rows: list[Json]) -> list[list[Any]]:
-    return [[row.get(key) for key in STEP_KEYS] for row in rows]
+    return [[row.get(key) for key in STEP_KEYS] for row in rows], offset, count

@@ -13,6 +13,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.sensitivity import resized
 from meshwright.planner.search.common_plans import best_common_plan
 from meshwright.predict.estimate import Estimate, estimate
+from meshwright.predict.prediction import samples_per_step
 from meshwright.units import format_seconds
 from meshwright.view.page.subject import Subject
 
@@ -99,10 +100,10 @@ def best_plans(subject: Subject) -> list[dict[str, Any]]:
         except MeshwrightError:
             continue
         if best is not None:
-            tokens = space.workload.tokens_per_step if space.model.kind == "transformer" else space.workload.batch
-            rate = f"{format_seconds(best.time)} per step = {tokens / best.time:,.0f} {space.model.unit}/s"
+            per_second = samples_per_step(space.config) / best.time
+            rate = f"{format_seconds(best.time)} per step = {per_second:,.0f} {space.model.unit}/s"
             words = f"best common plan on {gpus:,} GPUs: {best.plan.title()}\n{rate}"
-            speed = {"gpus": gpus, "step_time_s": best.time, "tokens_per_s": tokens / best.time}
+            speed = {"gpus": gpus, "step_time_s": best.time, "tokens_per_s": per_second}
             out.append({**speed, "title": best.plan.title(), "plan": best.plan.as_dict(), "formula": words})
     return out
 

@@ -14,13 +14,7 @@ from meshwright.view.launch_files import LAUNCHERS
 from meshwright.view.launch_files.job import make_job
 
 FILE = "plan.toml"
-ENDING = {
-    "args": ".sh",
-    "python": ".py",
-    "toml": ".toml",
-    "yaml": ".yaml",
-    "json": ".json",
-}  # of settings by their form
+ENDING = {"args": "sh", "python": "py"}  # of settings whose form is not an ending
 
 
 def texts(config: Config) -> Json:
@@ -47,7 +41,7 @@ def settings_texts(config: Config) -> dict[str, Json]:
         except MeshwrightError as error:
             out[name] = {"file": "", "text": "", "lost": [], "error": error.as_dict()}
         else:
-            file = f"{name}{ENDING[framework.form]}"
+            file = f"{name}.{ENDING.get(framework.form, framework.form)}"
             out[name] = {"file": file, "text": written.text, "lost": list(written.inexpressible), "error": None}
     return out
 

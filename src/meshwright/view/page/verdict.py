@@ -3,20 +3,16 @@
 from typing import Any
 
 from meshwright.describe.result import COMMUNICATION, part_name, values_of
+from meshwright.planner.advice.explain import training as training_cost
+from meshwright.planner.goodput import DAY
 from meshwright.predict.estimate import Estimate
 from meshwright.units import format_seconds
 from meshwright.view.page.subject import Subject
 
 PIPELINE_TARGET = 0.80
 GOOD_MFU, FAIR_MFU = 0.40, 0.25
-AVOIDABLE = (
-    *COMMUNICATION,
-    "offload",
-    "bubble",
-    "recompute",
-    "interference",
-    "host",
-)  # parts that another plan may lack
+# Parts that another plan may lack.
+AVOIDABLE = (*COMMUNICATION, "offload", "bubble", "recompute", "interference", "host")
 SMALL = 0.03  # share of the step
 
 
@@ -61,9 +57,8 @@ def headline(e: Estimate) -> str:
     words = f"{p.memory_fit[0].upper()}{p.memory_fit[1:]}"
     if p.fits:
         return f"{words}, {spare:.1f} GiB free."
-    stage = max(range(len(p.memory_by_stage)), key=lambda s: sum(p.memory_by_stage[s].values()))
-    part, gib = max(p.memory_by_stage[stage].items(), key=lambda one: one[1])
-    return f"{words}: {-spare:.1f} GiB over the limit on stage {stage}, where {part} take {gib:.1f} GiB."
+    part, gib = max(p.memory_by_stage[p.fullest_stage].items(), key=lambda one: one[1])
+    return f"{words}: {-spare:.1f} GiB over the limit on stage {p.fullest_stage}, where {part} take {gib:.1f} GiB."
 
 
 def sentence(e: Estimate) -> str:
@@ -80,12 +75,11 @@ def sentence(e: Estimate) -> str:
 
 def training(e: Estimate) -> dict[str, Any] | None:
     """Days, GPU-hours and price of the token budget; None without one."""
-    if not e.workload.tokens:
+    cost = training_cost(e)
+    if cost is None:
         return None
-    seconds = e.workload.tokens / (e.prediction.tokens_per_s or 1.0)
-    hours = seconds / 3600 * e.plan.world
-    price = hours * e.cluster.price if e.cluster.price else None
-    return {"tokens": e.workload.tokens, "total_s": seconds, "gpu_hours": hours, "price_usd": price}
+    price = cost.dollars or None
+    return {"tokens": cost.tokens, "total_s": cost.days * DAY, "gpu_hours": cost.gpu_hours, "price_usd": price}
 
 
 def formulas(e: Estimate) -> dict[str, str]:
