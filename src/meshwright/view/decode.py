@@ -1,10 +1,12 @@
 """The page of `estimate --decode`: what is kept of a sequence, the time of a token by sequences of a replica, and other degrees of parallelism."""
 
+from collections.abc import Callable
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.describe.result import GIB
-from meshwright.predict.decode import Decoding
+from meshwright.predict.decode import Decoding, TokenTime
 from meshwright.units import format_bytes, format_seconds
 from meshwright.view.tables import Columns, filled, heading, listed
 
@@ -17,13 +19,16 @@ def page(d: Decoding) -> RenderableType:
         (name, number, format_bytes(size / number), format_bytes(size))
         for (name, (number, _)), size in zip(d.caches.items(), d.cache_bytes.values(), strict=True)
     ]
-    parts: Columns = {f">{name}": lambda row, name=name: format_seconds(row.parts_s[name]) for name in PARTS}
+
+    def seconds(part: str) -> Callable[[TokenTime], str]:
+        return lambda row: format_seconds(row.parts_s[part])
+
     tokens: Columns = {
         ">sequences": lambda row: f"{row.sequences:,}",
         ">token": lambda row: format_seconds(row.token_s),
         ">tokens/s": lambda row: f"{row.tokens_per_s:,.0f}",
         ">per GPU": lambda row: f"{row.tokens_per_s / d.plan.world:,.0f}",
-        **parts,
+        **{f">{part}": seconds(part) for part in PARTS},
         ">memory": lambda row: f"{row.memory_gib:.1f} GiB",
         "!bound by": lambda row: row.bound_by if row.fits else "does not fit",
     }
