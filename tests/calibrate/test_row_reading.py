@@ -304,6 +304,7 @@ def test_a_published_power_limit_lowers_the_clock():
         ("megatron-core", "megatron-core"), ("NeMo Automodel", "automodel"), ("TorchTitan (FSDP2)", "torchtitan"), ("FMS", "fms-fsdp"),
         ("JAX (MaxText)", "maxtext"), ("AXLearn (JAX)", "axlearn"), ("Levanter", "levanter"), ("Megatron-DeepSpeed", "megatron-deepspeed"),
         ("InternEvo", "internevo"), ("", None), ("own code", None),
+        ("PyTorch FSDP2", "fsdp"), ("DeepSpeed ZeRO-3", "deepspeed"), ("Hugging Face Transformers (FSDP)", "huggingface"), ("Megatron-FSDP", None),
     ],
 )  # fmt: skip
 def test_frameworks_are_understood_however_they_are_written(text, stack):

@@ -180,6 +180,16 @@ def test_the_loss_and_a_recomputed_layer_do_not_meet():
     assert eager["working"] - of_loss["working"] == pytest.approx((14 - 6) * logits)
 
 
+def test_a_loss_over_parts_of_the_vocabulary_may_hold_more_of_each_logit():
+    work = Workload(batch=1, seq=512)
+    for tp, more in ((1, 0), (4, 2)):
+        whole, split = (
+            lowered(GPT.but(vocab=100_000), work, Stack(split_loss_bytes=size, workspace=0), tp=tp) for size in (0, 16)
+        )
+        logits = 512 * whole.batch.model.padded_vocab / tp
+        assert of(split)["working"] - of(whole)["working"] == pytest.approx(more * logits)
+
+
 def test_buckets_of_a_flat_gradient_buffer_take_no_memory():
     flat, separate = (
         of(lowered(GPT, stack=Stack(flat_shards=flat, workspace=0), replicate=8))["working"] for flat in (True, False)

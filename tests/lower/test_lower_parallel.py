@@ -20,6 +20,29 @@ def test_one_rank_has_no_communication():
         assert not any(calls(program, block) for block in program.kinds())
 
 
+def test_a_stack_that_keeps_gathered_inputs_gathers_them_again_only_in_recompute():
+    """DTensor: inputs of queries and of the FFN, T·h each, whole on each rank. Selective recompute by operators runs the gathers again."""
+    gathers = ("W", "all_gather", "tp")
+    for mode, again in (("none", 0), ("selective", 2), ("full", 2)):
+        stack = Stack(keeps_gathered=True, selective="operators")
+        program = lowered(stack=stack, tp=4, sp=True, recompute=mode)
+        assert calls(program).get(gathers, 0) == again
+        assert calls(program)["F", "all_gather", "tp"] == 2
+        assert not calls(program, "head").get(gathers, 0)
+    kept, gathered = (
+        one(sum(lowered(stack=Stack(keeps_gathered=keeps), tp=4, sp=True).saved["dense"].values()))
+        for keeps in (False, True)
+    )
+    assert gathered - kept == pytest.approx(2 * ACTIVATION * 3 / 4)
+    fp8 = Workload(batch=WORK.batch, seq=WORK.seq, precision="fp8")
+    compiled = (
+        one(sum(lowered(GPT, fp8, Stack(keeps_gathered=keeps, fp8_passes=5), tp=4, sp=True).saved["dense"].values()))
+        for keeps in (False, True)
+    )
+    without, kept_in_fp8 = compiled
+    assert kept_in_fp8 - without == pytest.approx(2 * ACTIVATION / 2)
+
+
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_tensor_parallelism_has_four_all_reduces_per_layer(tp):
     program = lowered(tp=tp)

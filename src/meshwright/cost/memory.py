@@ -245,7 +245,8 @@ def _loss_bytes(program: StepProgram) -> Array:
     """Bytes of the loss at its peak besides the tensors that it saves."""
     b, m, e = program.batch, program.batch.model, program.element
     logits = b.tokens * m.padded_vocab / b.tp
-    loss = logits * (e if "loss" in b.stack.fused else b.stack.loss_bytes - 4.0 + (e - 2.0))
+    unfused = np.where(b.tp > 1, b.stack.split_loss_bytes or b.stack.loss_bytes, b.stack.loss_bytes)
+    loss = logits * (e if "loss" in b.stack.fused else unfused - 4.0 + (e - 2.0))
     if b.stack.logits_chunk:  # a chunk of logits, and the gradient of the projection that is summed over chunks in fp32
         chunk, summed = b.stack.logits_chunk, 4.0 * m.padded_vocab * m.hidden
         in_chunks = np.minimum(logits * e, chunk) + np.where(logits * e > chunk, summed, 0.0)

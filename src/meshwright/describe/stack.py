@@ -152,6 +152,9 @@ class Stack(Described):
     """fp8: plan.gather_dtype also narrows the all-gathers of sequence parallelism, not only those of ZeRO-3 weights"""
     gathers_narrow: tuple[Literal["fp8", "mxfp8"], ...] = ()
     """precisions in which the framework itself quantises what sequence parallelism gathers: runs of it have plan.gather_dtype = fp8"""
+    keeps_gathered: bool = False
+    """sequence parallelism: linear layers keep their input for backward as it was gathered from the ranks (DTensor); otherwise their part of it,
+    which they gather again"""
     keeps_quantised: bool = False
     """linear layers keep their input for backward as they quantised it to fp8, mxfp8 or fp4"""
     fp8_passes: float = Field(default=0.0, ge=0, le=20)
@@ -245,6 +248,8 @@ class Stack(Described):
     loss_bytes: float = Field(default=14.0, ge=6, le=40)
     """bytes of memory per logit at the peak of a loss that is not fused; default: torch's cross_entropy has the logits in 16 bits, and log-softmax,
     its gradient and the gradient of the logits in fp32"""
+    split_loss_bytes: float = Field(default=0.0, ge=0, le=40)
+    """the same where ranks hold parts of the vocabulary; 0: as otherwise"""
     allocator_slack: float = Field(default=0.06, ge=0, le=1)
     """reserved but unused share of live memory"""
     context: Bytes = 1.2e9

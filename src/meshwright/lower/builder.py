@@ -300,6 +300,8 @@ class BlockBuilder:
         dgrad, wgrad = f"{product}-dgrad", f"{product}-wgrad"
         readers = self.matrices("q-latents" if product == "kv_b" else product)
         again = self.with_sp * any(linear.learns or linear.rank for linear in readers)
+        if self.b.stack.keeps_gathered:  # only a layer that runs again gathers again
+            again = again * self.b.reruns_layers * (part != "head")
         ordered, order_sum = (
             self.ordered(gathered),
             self.ordered(n, 2.0 if not self.b.stack.overlap_sums else self.summed),

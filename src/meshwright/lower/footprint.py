@@ -225,6 +225,10 @@ def saved(b: Batch, block: ParameterBlock, element: float, recompute: bool = Tru
             # Ranks that split an expert have all of its tokens, and a part of its width.
             travelling = b.model.router.travelling
             splits_of = {"experts": b.tp / b.etp / travelling, "experts-row": b.tp / travelling, "row": row_split}
+            if b.stack.keeps_gathered and linear.style in ("column", "keys", "logits"):
+                splits_of[linear.style] = 1.0
+                if b.stack.fp8_passes and b.workload.precision == "fp8":  # a gathered input is not computed again
+                    kept = np.where(b.sp & (b.tp > 1), np.maximum(kept, QUANTISED["fp8"]), kept)
             split = splits_of.get(linear.style, b.seq_split)
             add(linear.part, b.tokens * linear.uses * linear.d_in * kept / split)
     if drops := attention_dropout.computed_masks(b, block.kind):

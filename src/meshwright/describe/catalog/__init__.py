@@ -87,6 +87,10 @@ FRAMEWORKS = (
     (r"megatron.*(core|bridge)|transformer engine", "megatron-core"),
     (r"nemo", "nemo-megatron"),
     (r"composer|llm ?foundry", "composer-fsdp"),
+    (r"nanotron", "nanotron"),
+    (r"hugging ?face|\btransformers\b", "huggingface"),
+    (r"deepspeed", "deepspeed"),
+    (r"(?<!megatron )\bfsdp2?\b", "fsdp"),
 )
 
 
