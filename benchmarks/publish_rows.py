@@ -6,7 +6,7 @@ Every row gets the licence of its source. The measurements of one H200 (`train` 
 Llama-3.2 1B and 3B with an untied head, found by their number of parameters. The runs named "mini" call scaled_dot_product_attention, which
 is as fast there as with cuDNN alone.
 
-The tables of Megatron-Bridge do not have CUDA graphs, the dispatcher of experts and the overlap of its messages, recomputed layers, modules of
+The tables of Megatron-Bridge do not have CUDA graphs, the dispatcher of experts and the overlap of its messages, what is recomputed, modules of
 multi-token prediction (its recipes train them with DeepSeek-V3 and Nemotron 3 Super), the layers of each stage and fused products of experts.
 `bridge_settings.csv` has them, from the settings of the same release in its repository (`scripts/performance/configs`, and the recipes in
 `src/megatron/bridge/recipes` that they start from) whose degrees and micro-batch are those of the row. A row without such settings in its release
@@ -22,7 +22,7 @@ from pathlib import Path
 
 TARGET = Path(__file__).parents[1] / "src" / "meshwright" / "calibrate" / "runs" / "published.csv.xz"
 SETTINGS = Path(__file__).with_name("bridge_settings.csv")
-SETTING_COLUMNS = ("graphs", "dispatch", "overlap", "recompute_layers", "mtp", "stages", "fused")
+SETTING_COLUMNS = ("graphs", "dispatch", "overlap", "recompute_layers", "recompute_modules", "mtp", "stages", "fused")
 PAPER = "facts of a paper"
 LICENCES = {
     "ultrascale_playbook": "Apache-2.0 (huggingface/nanotron)",

@@ -2,8 +2,9 @@
 
 import pytest
 
-from meshwright.cost.compute import attention_time, gemm_time
+from meshwright.cost.compute import attention_time, gemm_time, op_time
 from meshwright.describe import catalog
+from meshwright.describe.stack import Stack
 from meshwright.lower.program import Op
 
 TOKENS = 15872
@@ -25,6 +26,14 @@ ATTENTION = {
 SUSTAINED = (
     0.88  # rate of kernels that run for seconds over the rate of such a benchmark, on one H200 with the same cuDNN
 )
+
+
+# Rates of 42 kernels of RMSNorm (cuDNN, eager, compiled; forward, backward) over those on an H200, geometric mean: the same repository at the same
+# release, benchmark/norms/results, shapes of 33e6 elements and more.
+NORMS = {"gb200": 1.449, "gb300": 1.477}
+# Milliseconds that quantising with current scaling adds to a layer on a B300, in the first table: an operand of each of three products is read for
+# its maximum, read again and written in a byte.
+QUANTISED_MS, QUANTISED_BYTES = 9.147 - 6.812, 5.0
 
 
 def product(m: int, n: int, k: int) -> Op:
@@ -61,3 +70,20 @@ def test_more_power_makes_products_faster_not_copies():
         ]
         assert rates[1] / rates[0] == pytest.approx((1400 / 1100) ** 0.7, rel=0.02)
     assert b300.memory == gb300.memory
+
+
+@pytest.mark.parametrize("card", NORMS)
+def test_kernels_that_move_memory_gain_as_much_over_hopper_as_published(card):
+    rate, hopper = (
+        device.efficiency.memory * device.memory_bandwidth for device in (of(f"{card}-nvl72"), of("dgx-h200"))
+    )
+    assert rate / hopper == pytest.approx(NORMS[card], rel=0.02)
+
+
+def test_quantising_a_layer_takes_the_published_time():
+    inputs, outputs, weights = (
+        sum(sizes) for sizes in zip(*((TOKENS * k, TOKENS * n, k * n) for k, n in WEIGHTS), strict=True)
+    )
+    operands = inputs + weights + outputs + weights + inputs + outputs
+    op = Op("quantise", "ffn", "memory", bytes=QUANTISED_BYTES * operands, launches=1.0, elementwise="quantise")
+    assert 1e3 * op_time(of("dgx-b300"), "fp8", Stack(elementwise=1.6), op) == pytest.approx(QUANTISED_MS, rel=0.02)

@@ -237,3 +237,36 @@ def test_biases_of_experts_are_scaled_row_by_row_where_routing_weights_multiply_
     assert moved(scaled, "experts-bias-grad") == pytest.approx(40 * elements)
     assert moved(plain, "experts-bias") == pytest.approx((4 + 2) * elements)
     assert moved(lowered(MOE), "experts-bias") == 0
+
+
+def test_gradients_of_routing_weights_take_a_second_kernel_over_the_activations_of_experts():
+    plain, weighted = (lowered(MOE, stack=Stack(weighs_activations=on)) for on in (False, True))
+    assert moved(weighted, "experts-activation-grad") == pytest.approx(2 * moved(plain, "experts-activation-grad"))
+
+
+@pytest.mark.parametrize(("scaling", "size"), [("current", 6.0), ("delayed", 0.0)])
+def test_current_scaling_reads_a_tensor_twice_and_writes_two_copies(scaling, size):
+    program = lowered(GQA, WORK.but(precision="fp8"), stack=Stack(keeps_quantised=True, fp8_scaling=scaling))
+    ops = [op for phase in "FI" for op in program.blocks["dense", phase]]
+    operands = sum(one(op.shape[1] * op.shape[3]) for op in ops if op.kind == "gemm" and not op.dtype)
+    assert sum(one(op.bytes) for op in ops if op.name.endswith("quantise")) == pytest.approx(size * operands)
+
+
+@pytest.mark.parametrize(
+    ("module", "model", "names"),
+    [
+        ("mla_up_proj", MLA, {"q_b", "kv_b", "rope"}),
+        ("moe_act", MOE, {"experts-activation"}),
+        ("core_attn", GQA, {"core"}),
+        ("layernorm", GQA, {"norm-1", "norm-2"}),
+        ("mlp", GQA, {"ffn-up", "ffn-activation", "ffn-down"}),
+    ],
+)
+def test_modules_that_are_recomputed_run_their_forward_again_in_backward(module, model, names):
+    program, plain = (lowered(model, stack=Stack(reruns=modules)) for modules in ((module,), ()))
+    kind = max(program.kinds(), key=lambda block: len(program.blocks[block, "I"]))
+    again = {op.name: one(op.count) for op in program.blocks[kind, "I"]} | {}
+    extra = set(again) - {op.name for op in plain.blocks[kind, "I"]}
+    assert extra == {f"{name}-again" for name in names}
+    full = lowered(model, stack=Stack(reruns=(module,)), recompute="full")
+    assert all(one(op.count) == 0 for op in full.blocks[kind, "I"] if op.name in extra)

@@ -60,6 +60,7 @@ class Abilities(Described):
 Fused = Literal["norm", "activation", "rope", "bias-dropout", "softmax", "loss", "optimizer", "accumulate", "experts"]
 Axis = Literal["dp", "tp", "cp", "pp", "ep"]
 Graphed = Literal["step", "attention", "router", "ffn"]
+Module = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act"]
 Saves = Literal["sharded", "copied", "rank-0", "weights", "group", "device"]
 Loads = Literal["sharded", "rank-0", "every-rank"]
 
@@ -142,6 +143,9 @@ class Stack(Described):
     the gathers that a product waits for, behind the product of the rank's own shard (nanotron)"""
     selective: Literal["attention", "operators"] = "attention"
     """what `recompute = selective` recomputes: the core of attention, or all but attention and every second product (torchtitan)"""
+    reruns: tuple[Module, ...] = ()
+    """modules of each layer that backward computes again by themselves, by Megatron-Core's names (recompute_modules): the core of attention, norms of
+    the layer, up-projections of latents with their rotation, the dense FFN, all of the experts, their activation. Counted in the time only"""
     early_stop: bool = True
     """recompute stops as soon as backward has the tensors it needs, as in torch"""
     shared_scales: bool = False
@@ -157,6 +161,9 @@ class Stack(Described):
     which they gather again"""
     keeps_quantised: bool = False
     """linear layers keep their input for backward as they quantised it to fp8, mxfp8 or fp4"""
+    fp8_scaling: Literal["delayed", "current"] = "delayed"
+    """how a stack with `keeps_quantised` scales fp8. delayed: by the maxima of earlier steps, in the kernels that compute the operands. current: by
+    the tensor's own maximum, for which a pass reads it before another quantises it"""
     fp8_passes: float = Field(default=0.0, ge=0, le=20)
     """fp8: bytes moved to quantise an element of an operand, and 2 more to transpose it; 0: other kernels do it on the way"""
     logits_chunk: Bytes = 0.0

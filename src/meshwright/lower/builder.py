@@ -28,9 +28,13 @@ from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import degrees
 from meshwright.lower.program import NARROW, Array, Op, present
 
+QUANTISED_IN = ("F", "I")  # phases in which the input and the gradient of the output of a product are quantised
 # Bytes read to quantise an element to blocks, and those of a copy. fp4 also has a scale for the tensor, whose maximum is read first.
-QUANTISED_IN = ("F", "I")
 BLOCK_BYTES = {"mxfp8": (2.0, 1.0), "fp4": (4.0, 0.5)}
+CURRENT_BYTES = (
+    4.0,
+    1.0,
+)  # of fp8 with the scale of the tensor itself (`Stack.fp8_scaling`), which reads its maximum first too
 # The matrices of products that are named otherwise, or join several; `q-latents`: what reads the gathered latents.
 JOINED = {
     "qkv": ("q", "k", "v", "gate"),
@@ -222,8 +226,9 @@ class BlockBuilder:
         if not direct and trained:
             self.memory("W", f"{name}-accumulate", part, weights, e + 2 * self.b.grad_bytes, launches)
         precision = self.b.workload.precision
-        if precision in BLOCK_BYTES and not dtype:
-            read, copy = BLOCK_BYTES[precision]
+        current = self.b.stack.keeps_quantised and self.b.stack.fp8_scaling == "current"
+        if not dtype and (precision in BLOCK_BYTES or (precision == "fp8" and current)):
+            read, copy = BLOCK_BYTES.get(precision, CURRENT_BYTES)
             size = read + copy * (2 if trained else 1)
             for phase, elements in (("F", products * m * k), ("I", products * m * n)):
                 if phase in quantised:
@@ -233,10 +238,10 @@ class BlockBuilder:
             self.quantise(name, part, products * m * k, products * m * n, weights, trained > 0)
 
     def quantise_blocks(self, phase: str, name: str, part: str, size: float, elements: Array) -> None:
-        """Add the pass that brings the input or the gradient of the output of a product to a format with a scale per block. The blocks of a
+        """Add the passes that bring the input or the gradient of the output of a product to fp8 or fp4 in a kernel of their own. The blocks of a
         product and of the gradient of its weight lie along other dimensions, so one kernel reads 16 bits and writes both copies; beside a frozen
         weight only the first (Transformer Engine's module/linear.py: columnwise=backward_needs_input). Weights are quantised once a step."""
-        self.memory(phase, f"{name}-quantise", part, elements, size, 2)
+        self.memory(phase, f"{name}-quantise", part, elements, size, 2, elementwise="quantise")
 
     def quantise(
         self, name: str, part: str, inputs: Array, outputs: Array, weights: Array, trained: bool = True

@@ -22,6 +22,14 @@ from meshwright.lower import attention_dropout, attention_tiles, sparse_attentio
 from meshwright.lower.builder import BlockBuilder
 from meshwright.lower.program import Array, Op, present
 
+MODULES = {  # operations of forward of which a module of `Stack.reruns` consists, by the start of their names or by their parts
+    "core_attn": (("core", "scores", "softmax", "values", "tile"), ()),
+    "layernorm": (("norm-1", "norm-2"), ()),
+    "mla_up_proj": (("q_b", "kv_b", "rope"), ()),
+    "mlp": ((), ("ffn",)),
+    "moe": ((), ("router", "latent", "experts", "shared")),
+    "moe_act": (("experts-activation",), ()),
+}
 ULYSSES_LAUNCHES = 23.0  # of the copies that bring heads of whole sequences together for two all-to-alls, and back
 
 
@@ -246,13 +254,19 @@ class LayerLowering(BlockBuilder):
         if edges:
             self.leave_rows(part, m.hidden, width, f"{part}-down")
 
-    def activation(self, part: str, size: Array) -> None:
-        """GELU reads and writes one tensor; a gated one reads two."""
+    def activation(self, part: str, size: Array, weighted: bool = False) -> None:
+        """GELU reads and writes one tensor; a gated one reads two.
+
+        A gated one that is `weighted` by the routing of each row has two kernels in backward (Megatron's fusions/fused_bias_swiglu.py, compiled by
+        torch). One computes the two gradients as the halves of one tensor: 3 + 2 reads and 2 writes. The other sums the gradient of the weights
+        over a row: 3 reads. On an H200 both take 28 bytes of an element at the rate of a copy (1.4 times these 20), forward 10."""
         inputs = 2 if self.m.gated else 1
         exponentials = size / self.element if ACTIVATIONS[self.m.activation].exponential else 0.0
         counts = {"": (inputs + 1, 1), "-grad": (2 * inputs + 1, 1)}
         if "activation" not in self.fused:
             counts = {"": (2 * inputs + 2, inputs + 1), "-grad": (4 * inputs + 2, 2 * inputs + 1)}
+        elif weighted and self.m.gated:
+            counts["-grad"] = (10, 2)
         for phase, (suffix, (passes, launches)) in zip("FI", counts.items(), strict=True):
             name = f"{part}-activation{suffix}"
             self.memory(phase, name, part, size, passes, launches, exponentials=exponentials, elementwise="activation")
@@ -301,7 +315,7 @@ class LayerLowering(BlockBuilder):
 
         Where the stack stops early, two exchanges are not repeated. Forward is rerun only until backward has what it needs, so the
         exchange after the `last` product is left out (unless a norm after it needs its result); and the input that is gathered for the
-        rerun is the one that the gradients of the weights would have gathered.
+        rerun is the one that the gradients of the weights would have gathered. Modules of `Stack.reruns` are repeated in backward itself.
         """
         full, selective = (self.b.recompute == 2) * 1.0, (self.b.recompute == 1) * 1.0
         spared = {op.name.removesuffix("-again") for op in self.phases["W"] if op.name.endswith("-in-again")}
@@ -317,6 +331,10 @@ class LayerLowering(BlockBuilder):
             reruns = full + (selective if (not is_saved if by_operator else core) else 0.0)
             if present(reruns):
                 self.phases["R"].append(self._rerun(op, reruns))
+            if any(
+                op.name.startswith(names) or op.part in parts for names, parts in map(MODULES.get, self.b.stack.reruns)
+            ):
+                self.phases["I"].append(self._rerun(op, 1.0 - full))
 
     @staticmethod
     def _rerun(op: Op, reruns: Array) -> Op:

@@ -97,7 +97,7 @@ def _experts(low: LayerLowering, tokens: Array) -> None:
     up, down = (("F",), ("I",)) if fused else (QUANTISED_IN, QUANTISED_IN)
     low.gemm("experts-up", "experts", each, width * columns, m.routed_width, local, 2, quantised=up)
     if not fused:
-        low.activation("experts", tokens * width * low.element)
+        low.activation("experts", tokens * width * low.element, weighted=b.stack.weighs_activations)
     low.gemm("experts-down", "experts", each, m.routed_width, width, local, 2, quantised=down)
     if m.ffn_bias and not fused:
         _add_bias(low, tokens * m.routed_width, local)

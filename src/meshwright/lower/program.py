@@ -58,7 +58,9 @@ class Op:
     copies: float = 1.0  # of each token in the message of an expert dispatch: the experts of a token
     selected_from: Array = 0.0  # elements of which a top-k keeps the largest
     exponentials: Array = 0.0  # elements through exp, erf or tanh; those of attention follow from its shape
-    elementwise: str = ""  # norm | activation | residual | rotation | loss: what a calibration measures separately
+    elementwise: str = (
+        ""  # norm | activation | residual | rotation | loss | quantise: what a calibration measures separately
+    )
     product: str = ""  # the product of the same phase in a linear layer, behind which its collective may run (`Stack.async_linears`)
     own_shard: bool = False  # the product reads what the collective gathers, of which only the rank's own shard is there, or writes what it reduces
 

@@ -16,7 +16,7 @@ What the free text of a row says of its stack and its schedule, where the column
     FSDP without a named stack   the stack `fsdp`: PyTorch's library with its defaults
     parameters in fp32, autocast no separate master weights; gradients in fp32
     parameters in bf16 only      no master weights; gradients and states of the optimizer in bf16
-    Megatron-Bridge's recipes    gradients in bf16, as its configurations for performance set them
+    Megatron-Bridge's recipes    gradients in bf16 and fp8 by current scaling, as its configurations for performance set them
     Triton in llm-foundry        the attention kernel `triton`, but for its large-scale sweep
     compiled blocks              the loss is eager, as in torchtitan before February 2025 (train.py: "compiling loss function causes CUDA errors")
     Megatron's functional tests  its defaults: no fused loss, which its performance recipes have
@@ -166,7 +166,10 @@ def _stack(c: PublishedRun) -> Stack:
     if c.row["graphs"]:  # the settings of the recipe are known
         graphs = () if c.row["graphs"] == "none" else tuple(c.row["graphs"].split())
         fused = (*stack.fused, *c.row["fused"].split())
-        stack = stack.but(graphs=graphs, dispatch=c.row["dispatch"] or stack.dispatch, fused=fused)
+        reruns = tuple(c.row["recompute_modules"].split())
+        stack = stack.but(graphs=graphs, dispatch=c.row["dispatch"] or stack.dispatch, fused=fused, reruns=reruns)
+    if c.row["file"] == BRIDGE:
+        stack = stack.but(fp8_scaling="current")
     return stack
 
 
@@ -184,7 +187,8 @@ FACTS = (  # (source, model, pipeline stages) → virtual stages that a row does
 )
 TRITON = "default was triton flash-attention"  # llm-foundry's harness
 NOT_TRITON = "Large Scale"  # the table of its sweep with version 2
-BF16_GRADIENTS = "megatron_bridge_perf_summary"  # scripts/performance/configs in NVIDIA-NeMo/Megatron-Bridge: ddp.grad_reduce_in_fp32 = False
+# scripts/performance in NVIDIA-NeMo/Megatron-Bridge: ddp.grad_reduce_in_fp32 = False; fp8 is bf16_with_fp8_current_scaling_mixed
+BRIDGE = "megatron_bridge_perf_summary"
 EAGER_LOSS = r"compile-block|Megatron-LM functional-test|torchtitan docs/performance|llama3_h100_202412"
 
 
@@ -244,7 +248,7 @@ def _stack_name(c: PublishedRun) -> str | None:
 
 def _precision(c: PublishedRun) -> Json:
     states = c.row["zero_fsdp"]
-    if c.row["file"] == BF16_GRADIENTS:
+    if c.row["file"] == BRIDGE:
         return {"grad_dtype": "bf16", "comm_dtype": "bf16"}
     if "autocast" in states:
         return {"param_dtype": "fp32", "grad_dtype": "fp32", "comm_dtype": "fp32", "master": False}
