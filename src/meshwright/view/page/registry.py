@@ -43,6 +43,7 @@ TITLES = {
 FOLLOW_FROM_THE_ESTIMATE = (
     "verdict", "memory", "waterfall", "overlap", "roofline", "ranks", "goodput", "experts", "strategies", "modeler",
 )  # fmt: skip
+OVERVIEW = frozenset({"verdict", "memory", "waterfall"})  # the page shows them above every view of a plan
 WITHOUT_A_SEARCH = ("advice", "published", "learn")
 KINDS = dict.fromkeys(FOLLOW_FROM_THE_ESTIMATE, CHEAP) | dict.fromkeys(WITHOUT_A_SEARCH, SLOW)
 VIEWS: dict[str, View] = {
