@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.describe.cluster import Accelerator, Cluster, Level, Link, uniform
+from meshwright.describe.accelerator import Accelerator
+from meshwright.describe.cluster import Cluster, Level, Link, uniform
 from meshwright.programs.collectives import build, check, walk
 from meshwright.programs.collectives.comparison import compare
 

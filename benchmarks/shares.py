@@ -18,8 +18,8 @@ import numpy as np
 
 from meshwright.calibrate.device_fit import share_of
 from meshwright.calibrate.points import DevicePoint
+from meshwright.describe.accelerator import Accelerator
 from meshwright.describe.catalog import load
-from meshwright.describe.cluster import Accelerator
 
 DEVICES = (("sm_90", "h100-sxm"), ("sm_100_B200", "b200"), ("gfx950", "mi355x"))
 COMBINATION = "bf16xbf16->bf16"

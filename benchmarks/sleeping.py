@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from meshwright.cost.compute import attention_time, gemm_time
-from meshwright.describe.cluster import Accelerator, Efficiency
+from meshwright.describe.accelerator import Accelerator, Efficiency
 from meshwright.lower.program import Op
 
 COMPUTED_BELOW = 16

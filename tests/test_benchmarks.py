@@ -10,7 +10,8 @@ import pytest
 
 from meshwright.calibrate.runs import accuracy
 from meshwright.cost.band import NINE_INSIDE, PLAN_DOUBT
-from meshwright.describe.config import load, with_own_stack
+from meshwright.describe.config import load
+from meshwright.describe.own_stack import with_own_stack
 from meshwright.describe.plan import Plan
 from meshwright.planner.search import choices
 from meshwright.predict.prediction import predict

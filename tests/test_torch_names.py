@@ -67,7 +67,7 @@ PRIVATE = {
         [
             "check/collectives.py",
             "comm/bench/operations.py",
-            "parallel/user_module/dataflow.py",
+            "parallel/user_module/forward_trace.py",
             "parallel/user_module/samples.py",
             "proof/trace.py",
             "training/dry_run.py",

@@ -9,7 +9,8 @@ import numpy as np
 from meshwright.calibrate.points import Bench, Point, RankInfo
 from meshwright.comm.bench.collectives import concurrent_pairs
 from meshwright.cost.library import library_links
-from meshwright.describe.cluster import Accelerator, Cluster, Collectives, Factors, Level, Link
+from meshwright.describe.accelerator import Accelerator
+from meshwright.describe.cluster import Cluster, Collectives, Factors, Level, Link
 from meshwright.programs.collectives import build, groups_of, walk
 
 SIZES = tuple(4**k for k in range(5, 14))  # 1 KiB to 64 MiB

@@ -7,13 +7,13 @@ import pytest
 
 from meshwright.calibrate.runs import accuracy, left_out, stack_fit, validate
 from meshwright.calibrate.runs.left_out import leave_out
+from meshwright.calibrate.runs.normal import Normal
 from meshwright.calibrate.runs.stack_fit import (
     BETWEEN_SOURCES,
     BETWEEN_STACKS,
     NUMBERS,
     TYPICAL,
     UNCERTAIN,
-    Normal,
     Response,
     evidence,
     fields_of,

@@ -35,7 +35,7 @@ from meshwright.comm.bench.run import Collector, sweep_of
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS
 from meshwright.programs.collectives.comparison import SWITCHED
-from meshwright.training.launch import local
+from meshwright.training.launch import local, temporary
 
 TWO_HOSTS = ["a", "a", "b", "b"]
 LONG = ("--budget", "60s", "--operations", "all-reduce")  # without the device
@@ -274,7 +274,7 @@ def test_interrupted_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch
         folders.append(make(**options))
         return folders[-1]
 
-    monkeypatch.setattr(local.tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(temporary.tempfile, "mkdtemp", mkdtemp)
     found, failure = measured(None, 2, Sweep(operations=(PAIR,), budget_s=60.0), "cpu", 10.0, show)
     assert isinstance(failure, KeyboardInterrupt)
     assert (found.state, len(found.points)) == ("interrupted", 4)
@@ -348,11 +348,11 @@ def test_full_shared_memory_is_not_used(monkeypatch, tmp_path) -> None:
     class Full:
         f_bavail, f_frsize, f_favail = 0, 4096, 10**6
 
-    monkeypatch.setattr(local.os, "statvfs", lambda path: Full)
-    assert local.memory_folder("/dev/shm") is None
+    monkeypatch.setattr(temporary.os, "statvfs", lambda path: Full)
+    assert temporary.memory_folder("/dev/shm") is None
     monkeypatch.undo()
-    assert local.memory_folder(str(tmp_path / "none")) is None
-    assert local.memory_folder(str(tmp_path)) == str(tmp_path)
+    assert temporary.memory_folder(str(tmp_path / "none")) is None
+    assert temporary.memory_folder(str(tmp_path)) == str(tmp_path)
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ import pytest
 
 from meshwright import api
 from meshwright.describe import catalog
-from meshwright.describe.config import Config, is_typical, own_stack, with_own_stack
+from meshwright.describe.config import Config
+from meshwright.describe.own_stack import is_typical, own_stack, with_own_stack
 from meshwright.lower.stages import split_peaks
 from meshwright.planner.question import ANY_FRAMEWORK, OWN_TRAINER
 from meshwright.predict.prediction import predict

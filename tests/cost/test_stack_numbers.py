@@ -13,7 +13,7 @@ from meshwright.cost.compute import device_time
 from meshwright.cost.memory import memory
 from meshwright.cost.step import messages, step_cost
 from meshwright.describe import catalog
-from meshwright.describe.cluster import Efficiency
+from meshwright.describe.accelerator import Efficiency
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from meshwright.api import estimate
 from meshwright.cost.library import library_of
 from meshwright.describe import catalog
-from meshwright.describe.cluster import Accelerator, Cluster, Level, Link, uniform
+from meshwright.describe.accelerator import Accelerator
+from meshwright.describe.cluster import Cluster, Level, Link, uniform
 from meshwright.errors import MeshwrightError
 
 WANTED = {

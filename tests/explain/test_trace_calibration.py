@@ -10,7 +10,8 @@ import pytest
 
 from meshwright.calibrate.fit import FittedFactors
 from meshwright.calibrate.runs.from_run import prior_of
-from meshwright.calibrate.runs.stack_fit import Normal, numbers_of
+from meshwright.calibrate.runs.normal import Normal
+from meshwright.calibrate.runs.stack_fit import numbers_of
 from meshwright.cli import run_command
 from meshwright.cost.collective import choose
 from meshwright.describe import catalog

@@ -13,7 +13,7 @@ from environments import VERSIONS, drive
 
 from interop.test_migrate import PLANS, first_text, migrated
 from meshwright.interop.frameworks import FRAMEWORKS
-from meshwright.interop.migrate import Migration
+from meshwright.interop.migrated_keys import Migration
 from meshwright.view.launch_files.megatron import variables
 
 NUMBER = 10  # migrations for each environment

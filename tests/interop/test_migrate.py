@@ -18,7 +18,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.interop.files import parse, recognise
 from meshwright.interop.frameworks import FRAMEWORKS, READABLE, find
 from meshwright.interop.keys import Framework, plain
-from meshwright.interop.migrate import MANNER, Migration, in_manner_of, migrate, nearest_change, with_settings
+from meshwright.interop.migrate import MANNER, in_manner_of, migrate, nearest_change, with_settings
+from meshwright.interop.migrated_keys import Migration
 from meshwright.interop.reading import SettingsReading, merged_settings, understand
 from meshwright.interop.recipes import rows
 from meshwright.interop.write import check_runnable, settings_of

@@ -11,8 +11,8 @@ import pytest
 
 import ranks
 from meshwright.errors import MeshwrightError
-from meshwright.training.launch import local
 from meshwright.training.launch.rank import RankFailure, read_failures
+from meshwright.training.launch.temporary import temporary_folder
 
 
 def add_ranks(context, start):
@@ -120,8 +120,8 @@ def test_a_dead_rank_is_named_with_its_signal_and_stack(tmp_path):
 def test_ranks_end_with_their_parent(tmp_path):
     """A parent killed outright cannot clean up: its ranks notice, and remove its temporary folder."""
     code = (
-        "import ranks, test_launch as t; from meshwright.training.launch import local\n"
-        f"local.memory_folder = lambda shared: {str(tmp_path)!r}\n"
+        "import ranks, test_launch as t; from meshwright.training.launch import local, temporary\n"
+        f"temporary.memory_folder = lambda shared: {str(tmp_path)!r}\n"
         "local.PRELOAD[1:] = []\n"  # what other tests need takes seconds
         "ranks.run(2, t.hang_on_one, listen=lambda rank, pid: print(pid, flush=True))"
     )
@@ -265,7 +265,7 @@ def test_folders_of_processes_that_were_killed_with_their_ranks_are_removed(tmp_
         (folder / "store").write_text("")
         if key != "recent":
             os.utime(folder, (0, 0))
-    made = local.temporary_folder(str(tmp_path))
+    made = temporary_folder(str(tmp_path))
     assert made.name.startswith(f"meshwright-{os.getpid()}-")
     assert {key for key, folder in folders.items() if folder.exists()} == {"recent", "running", "other"}
 

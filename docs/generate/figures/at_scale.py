@@ -5,7 +5,7 @@ import numpy as np
 from figures.cases import GB, calls, gpt_like, layer_flops, link, lowered, model, one, saved, volume
 from figures.figure import Figure, rows
 from meshwright.cost.memory import zero_state_bytes
-from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.accelerator import DTYPE_BYTES
 from meshwright.describe.plan import Plan
 from meshwright.lower.program import sent
 from meshwright.programs.pipelines import bubble_fraction, build, walk

@@ -4,7 +4,7 @@ from figures.cases import GB, MB, TB, TERA, compression_ratio, device, link, low
 from figures.figure import Figure, rows
 from meshwright.cost import advice
 from meshwright.cost.memory import largest_model, zero_state_bytes
-from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.accelerator import DTYPE_BYTES
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.program import sent

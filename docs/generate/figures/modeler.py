@@ -7,7 +7,7 @@ from figures.figure import Figure, rows
 from meshwright.cost import advice
 from meshwright.cost.link import message_time
 from meshwright.cost.memory import zero_state_bytes
-from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.accelerator import DTYPE_BYTES
 from meshwright.describe.plan import Plan
 from meshwright.lower.program import scalar, sent
 from meshwright.programs.collectives.formulas import terms

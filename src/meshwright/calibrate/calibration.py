@@ -32,8 +32,10 @@ from meshwright.calibrate.points import Bench
 from meshwright.calibrate.verdict import NORMAL, NetworkVerdict, call_seconds, verdicts
 from meshwright.cost.collective import OPERATIONS
 from meshwright.describe import catalog
-from meshwright.describe.cluster import MOST_MEASURED, Accelerator, Cluster, Collectives, Level, Link, MeasuredCall
-from meshwright.describe.config import load_cluster, table
+from meshwright.describe.accelerator import Accelerator
+from meshwright.describe.cluster import MOST_MEASURED, Cluster, Collectives, Level, Link, MeasuredCall
+from meshwright.describe.config import load_cluster
+from meshwright.describe.toml_values import table
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_bytes, format_rate, format_seconds
 

@@ -41,8 +41,8 @@ import numpy as np
 from meshwright.calibrate.fit import non_negative
 from meshwright.calibrate.points import DevicePoint
 from meshwright.cost.compute import device_time, memory_time
+from meshwright.describe.accelerator import DTYPE_BYTES, Accelerator
 from meshwright.describe.catalog import load
-from meshwright.describe.cluster import DTYPE_BYTES, Accelerator
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload

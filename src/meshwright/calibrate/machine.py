@@ -14,9 +14,10 @@ from pydantic import Field
 from meshwright.calibrate.device_fit import DeviceFit, fit_device, nonnegative_fit
 from meshwright.calibrate.points import IDLE_SHARE, DevicePoint
 from meshwright.cost.library import LIBRARIES
+from meshwright.describe.accelerator import Accelerator, Efficiency
 from meshwright.describe.base import Described, Seconds
 from meshwright.describe.catalog import load
-from meshwright.describe.cluster import Accelerator, Cluster, Collectives, Efficiency, Factors, Link
+from meshwright.describe.cluster import Cluster, Collectives, Factors, Link
 from meshwright.describe.stack import Stack
 from meshwright.programs.collectives.formulas import FORMULAS, Shape, Terms
 from meshwright.units import Json

@@ -23,7 +23,8 @@ from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError, shown
 from meshwright.interop.files import SCRIPTS, parse, recognise, script_flags
 from meshwright.interop.keys import INVALID, Framework, Key, Settings, plain
-from meshwright.interop.migrate import FIELDS, has_model, names_model
+from meshwright.interop.migrate import has_model
+from meshwright.interop.migrated_keys import FIELDS, names_model
 from meshwright.interop.reading import SettingsReading, merged_settings, raise_first, understand
 from meshwright.interop.shapes import ShapeKeys
 from meshwright.interop.write import ENDINGS, settings_of, text_of

@@ -30,7 +30,7 @@ def vocabulary() -> dict[str, list[str]]:
     """The words that may follow: "" after `meshwright`, "plan" after `meshwright plan`, "config show" after its subcommand."""
     from meshwright.cli import COMMANDS, build
     from meshwright.describe import catalog
-    from meshwright.describe.config import OURS
+    from meshwright.describe.own_stack import OURS
     from meshwright.interop.frameworks import FRAMEWORKS, READABLE
     from meshwright.view.show.topics import TOPICS, options_of
 

@@ -9,8 +9,9 @@ from rich.console import Group
 from meshwright import api, planner
 from meshwright.cli.options import SearchOptions, described
 from meshwright.cli.output import patient, writable
-from meshwright.describe.config import OURS, load_plan, own_stack
+from meshwright.describe.config import load_plan
 from meshwright.describe.files import write_text
+from meshwright.describe.own_stack import OURS, own_stack
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import is_settings_file, load_user_plan, read_settings, target_framework
 from meshwright.interop.frameworks import FRAMEWORKS

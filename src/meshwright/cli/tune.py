@@ -11,7 +11,7 @@ from rich.markup import escape
 from meshwright import api
 from meshwright.cli.options import SearchOptions, described
 from meshwright.cli.output import patient
-from meshwright.describe.config import own_stack
+from meshwright.describe.own_stack import own_stack
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import target_framework
 from meshwright.interop.logs import compiled

@@ -22,7 +22,8 @@ FULL_STATE_DICT with `rank0_only` and `offload_to_cpu`, as accelerate sets it; w
 group is Megatron-LM's format `torch` with the distributed optimizer. What an adapter leaves frozen is not saved; it is loaded.
 """
 
-from meshwright.describe.cluster import DTYPE_BYTES, Cluster
+from meshwright.describe.accelerator import DTYPE_BYTES
+from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import GIB, Prediction

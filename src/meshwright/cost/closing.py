@@ -6,7 +6,8 @@ import numpy as np
 from meshwright.cost import compute
 from meshwright.cost.collective import CollectiveTimes
 from meshwright.cost.phase import AXIS_OF, RankTime, in_units, together, unit_overlap
-from meshwright.describe.cluster import Accelerator, Cluster
+from meshwright.describe.accelerator import Accelerator
+from meshwright.describe.cluster import Cluster
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.sharding.boxes import TENSOR_AXES, axes_of
 from meshwright.describe.stack import Stack

@@ -23,7 +23,7 @@ activation takes `exponential` longer. `calibrate.machine` measures these for th
 
 import numpy as np
 
-from meshwright.describe.cluster import Accelerator
+from meshwright.describe.accelerator import Accelerator
 from meshwright.describe.stack import Stack
 from meshwright.lower.program import Array, Op
 

@@ -30,7 +30,7 @@ from typing import Any, Self, TypedDict, Unpack
 from meshwright.describe import catalog, legality, plugins
 from meshwright.describe.adapter import Adapter
 from meshwright.describe.base import SECTIONS, Described
-from meshwright.describe.cluster import Accelerator, Cluster, Link
+from meshwright.describe.cluster import Cluster
 from meshwright.describe.draft import HERE, NAMED, Draft, leaves
 from meshwright.describe.files import parse_toml
 from meshwright.describe.model import Model
@@ -40,6 +40,7 @@ from meshwright.describe.plan_fields import Dtype
 from meshwright.describe.run import Checkpoint, Data, Run
 from meshwright.describe.shown import Shown
 from meshwright.describe.stack import Stack
+from meshwright.describe.toml_values import to_toml_value
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 
@@ -55,7 +56,6 @@ CLASSES: dict[str, type[Described]] = {
     "checkpoint": Checkpoint,
     "run": Run,
 }
-PLURALS = {cls.__name__: f"{cls.__name__.lower()}s" for cls in (Model, Cluster, Stack, Accelerator, Link)}
 PRECISIONS = ("workload.precision", "plan.param_dtype", "plan.grad_dtype")
 CHOSEN_BY_DEVICE = "the device"  # origin of a precision that no file names
 Part = str | dict[str, Any] | Described
@@ -378,60 +378,3 @@ def diff(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
         for path in {**left, **right}
         if left.get(path) != right.get(path) or (path in left) != (path in right)
     }
-
-
-def to_toml_value(part: Described) -> str | dict[str, Any]:
-    """The name of an equal catalog entry, else a table: the changes to the entry of that name, or all fields."""
-    kind = PLURALS.get(type(part).__name__)
-    name = getattr(part, "name", "")
-    if not kind or name not in catalog.tables(kind):
-        return table(part)
-    base = catalog.load(kind, name)
-    changed = {key for key in type(part).model_fields if getattr(part, key) != getattr(base, key)}
-    if not changed:
-        return name
-    full = part.model_dump(exclude_none=True)
-    return {"extends": name, **{key: value for key, value in {**full, **table(part)}.items() if key in changed}}
-
-
-def table(part: Described) -> dict[str, Any]:
-    """The fields of a part that differ from their defaults, its parts by name where they are catalog entries."""
-    fields = part.as_dict()
-    if isinstance(part, Cluster):
-        fields["accelerator"] = to_toml_value(part.accelerator)
-        fields["levels"] = [{**level.as_dict(), "link": to_toml_value(level.link)} for level in part.levels]
-    return fields
-
-
-# --- The training stack of Meshwright's own trainer.
-#
-# A plan file, `--stack` or `--for` names the stack of a prediction. A plan without one is predicted with the stack `default`: the typical
-# framework, with a wide band, since it is not known what will run the plan. Our own trainer is a stack that is known. `train` predicts such a
-# plan with it, and so does `launch` where it starts our trainer; `plan` and `estimate` print this prediction below the typical one.
-#
-#     gloo-cpu       on CPU processes
-#     torch-eager    on GPUs, with `run.compile = "off"`
-#     meshwright     on GPUs
-
-OURS = "meshwright"  # our trainer, where a framework is named (`--for`), and its stack on GPUs
-OWN_STACKS = (OURS, f"{OURS}-eager", "gloo-cpu")  # stacks that describe nothing but our trainer
-
-
-def is_typical(stack: Stack) -> bool:
-    """Whether nothing is known of a stack: the default, none of its numbers changed."""
-    return stack.name == Stack().name and stack in (catalog.load("stacks", Stack().name), Stack())
-
-
-def own_stack(device: str, compiled: bool = True) -> Stack:
-    """Return the stack of our trainer on a kind of device: "cpu", or the name of a GPU."""
-    name = "gloo-cpu" if device == "cpu" else OURS if compiled else f"{OURS}-eager"
-    stack: Stack = catalog.load("stacks", name)
-    return stack
-
-
-def with_own_stack(config: Config) -> Config:
-    """Give a configuration the stack of our trainer, unless it names a stack."""
-    if not is_typical(config.stack):
-        return config
-    stack = own_stack(config.cluster.accelerator.name, config.run.compiled)
-    return config.but(stack=stack.but(graphs=("step",)) if config.run.graphs == "step" else stack)

@@ -31,12 +31,14 @@ import tomli_w
 from meshwright.calibrate.fit import FittedFactors, fit, with_factors
 from meshwright.calibrate.points import Point
 from meshwright.calibrate.runs.from_run import prior_of
-from meshwright.calibrate.runs.stack_fit import NOISE, NUMBERS, Normal, fields_of, numbers_of, varied_stack
+from meshwright.calibrate.runs.normal import Normal
+from meshwright.calibrate.runs.stack_fit import NOISE, NUMBERS, fields_of, numbers_of, varied_stack
 from meshwright.cost.collective import OPERATIONS
 from meshwright.cost.step import step_cost
 from meshwright.describe.cluster import Cluster, Factors
-from meshwright.describe.config import Config, table
+from meshwright.describe.config import Config
 from meshwright.describe.stack import Stack
+from meshwright.describe.toml_values import table
 from meshwright.errors import MeshwrightError
 from meshwright.explain.attribution import BUBBLE, COMMUNICATION, COMPUTE, HOST
 from meshwright.explain.explanation import TraceExplanation

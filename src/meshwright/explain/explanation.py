@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from meshwright.describe.accelerator import Accelerator
 from meshwright.describe.catalog import accelerator_of, load
-from meshwright.describe.cluster import Accelerator
 from meshwright.explain.attribution import UNATTRIBUTED, Part, StepAttribution, attribute
 from meshwright.explain.causes import LostTime, lost_time, mean_parts
 from meshwright.explain.collectives import groups_by_axis

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from meshwright.cost.compute import gemm_time
-from meshwright.describe.cluster import Accelerator
+from meshwright.describe.accelerator import Accelerator
 from meshwright.explain.collectives import element_bytes, shapes_in
 from meshwright.explain.kernels import group_of
 from meshwright.explain.recognise import RecognisedTrace

@@ -15,9 +15,10 @@ from typing import Any, Unpack
 from meshwright.cost.scaling_laws import CHINCHILLA, DEFAULT
 from meshwright.describe import catalog
 from meshwright.describe.base import SECTIONS
-from meshwright.describe.config import OURS, Asked, Config, load_cluster
+from meshwright.describe.config import Asked, Config, load_cluster
 from meshwright.describe.config import configure as configure_plan_file
 from meshwright.describe.files import parse_toml, read_text
+from meshwright.describe.own_stack import OURS
 from meshwright.describe.plan import Plan
 from meshwright.describe.run_folder import PLAN
 from meshwright.errors import MeshwrightError

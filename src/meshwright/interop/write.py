@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.describe import legality
-from meshwright.describe.config import OURS, Config
+from meshwright.describe.config import Config
 from meshwright.describe.files import write_text
 from meshwright.describe.model import Model
+from meshwright.describe.own_stack import OURS
 from meshwright.describe.plan import Plan, in_framework
 from meshwright.describe.variants import ATTENTIONS
 from meshwright.describe.workload import FP8, Workload

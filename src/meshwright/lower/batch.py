@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
+from meshwright.describe.accelerator import DTYPE_BYTES
 from meshwright.describe.axes import BASE, axis_size, members_in_unit, strides
-from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.model import Model
 from meshwright.describe.packing import packed, slowest
 from meshwright.describe.plan import Plan, in_framework

@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from operator import or_
 from typing import NamedTuple
 
-from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.accelerator import DTYPE_BYTES
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan

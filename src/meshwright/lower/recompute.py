@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.accelerator import DTYPE_BYTES
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack

@@ -11,7 +11,8 @@ from typing import Any, Unpack
 
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
-from meshwright.describe.config import OWN_STACKS, Asked, Config, is_typical
+from meshwright.describe.config import Asked, Config
+from meshwright.describe.own_stack import OWN_STACKS, is_typical
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import configure, optimal_tokens_words

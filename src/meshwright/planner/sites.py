@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.accelerator import DTYPE_BYTES
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.planner.goodput import GPU_MTBF, Reliability, reliability

@@ -16,7 +16,8 @@ from meshwright.cost.step import Message, StepCost, messages, step_calls, step_c
 from meshwright.cost.walked import WalkedStep, walk_step
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
-from meshwright.describe.config import Config, Configured, is_typical, with_own_stack
+from meshwright.describe.config import Config, Configured
+from meshwright.describe.own_stack import is_typical, with_own_stack
 from meshwright.describe.plan import Plan, in_framework
 from meshwright.describe.result import COMMUNICATION, USABLE_MEMORY, Prediction
 from meshwright.describe.shown import Shown

@@ -29,7 +29,7 @@ from meshwright.proof.small import SmallCopy
 from meshwright.proof.tolerance import FP64_BOUND, KINDS, tensor_error
 from meshwright.proof.windows import misread, shared_documents
 from meshwright.training.data.token_file import DOCUMENTS, FORMAT, HEADER, TOKENS, VERSION
-from meshwright.training.launch.local import temporary_folder
+from meshwright.training.launch.temporary import temporary_folder
 
 EVALUATION = "evaluation, from plain formulas"
 RESUME = "resumed, from the run that went on"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from meshwright.cost.memory import memory
-from meshwright.describe.config import own_stack
+from meshwright.describe.own_stack import own_stack
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import OVERHEAD
 from meshwright.describe.variants import COMPRESSIONS

@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.calibrate.machine import MachineMeasurement
-from meshwright.describe.config import Config, with_own_stack
+from meshwright.describe.config import Config
+from meshwright.describe.own_stack import with_own_stack
 from meshwright.describe.run_folder import PLAN, PREDICTION, RunFollower, is_run
 from meshwright.errors import MeshwrightError
 from meshwright.planner.resize import plan_for_world
@@ -27,6 +28,7 @@ from meshwright.training.hooks import StepRecord
 from meshwright.training.job import TrainingJob
 from meshwright.training.launch import local
 from meshwright.training.launch.rank import placement
+from meshwright.training.launch.temporary import temporary_folder
 from meshwright.training.machine import check_machine, resolve_backend, resolve_device
 from meshwright.training.measure import calibration
 from meshwright.training.measure.measurement import LoadWatch, Training, conclude_interrupted
@@ -189,7 +191,7 @@ def kept_or_temporary(folder: Path | None) -> Iterator[Path]:
     if folder is not None:
         yield folder
         return
-    path = local.temporary_folder()
+    path = temporary_folder()
     try:
         yield path
     finally:

@@ -7,7 +7,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.describe import catalog
-from meshwright.describe.cluster import Accelerator, Cluster, Link
+from meshwright.describe.accelerator import Accelerator
+from meshwright.describe.cluster import Cluster, Link
 from meshwright.describe.config import load_cluster
 from meshwright.describe.model import Model
 from meshwright.describe.result import values_of

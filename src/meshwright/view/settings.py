@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.errors import printable
-from meshwright.interop.migrate import Migration
+from meshwright.interop.migrated_keys import Migration
 from meshwright.interop.reading import SettingsReading
 from meshwright.interop.recipes import RecipeVerdict
 from meshwright.units import Json, format_seconds

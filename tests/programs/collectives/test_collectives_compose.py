@@ -6,7 +6,8 @@ from collective_cases import EVERY, drawn, expected, groups, inputs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.describe.cluster import Accelerator, Cluster, Level, Link
+from meshwright.describe.accelerator import Accelerator
+from meshwright.describe.cluster import Cluster, Level, Link
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, build, check, groups_of, in_sequence, reverse
 from meshwright.programs.collectives.arrays import run_on_arrays

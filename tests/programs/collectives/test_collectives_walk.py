@@ -8,7 +8,8 @@ from collective_cases import EVERY, drawn, groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.describe.cluster import Accelerator, Cluster, Level, Link, uniform
+from meshwright.describe.accelerator import Accelerator
+from meshwright.describe.cluster import Cluster, Level, Link, uniform
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, accepts, build, walk
 from meshwright.programs.collectives.comparison import compare

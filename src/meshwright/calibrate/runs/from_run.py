@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.calibrate.runs.left_out import SEEN
+from meshwright.calibrate.runs.normal import Normal
 from meshwright.calibrate.runs.stack_fit import (
     BETWEEN_SOURCES,
     BETWEEN_STACKS,
@@ -27,7 +28,6 @@ from meshwright.calibrate.runs.stack_fit import (
     NOISES,
     NUMBERS,
     SCALES,
-    Normal,
     Response,
     doubt_of,
     fields_of,

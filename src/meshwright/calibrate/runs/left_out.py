@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from meshwright.calibrate.runs.normal import Normal
 from meshwright.calibrate.runs.rows import UNNAMED, PublishedRun, number
-from meshwright.calibrate.runs.stack_fit import Leaf, Normal, Response, StackFit, doubt_of, evidence, fit, posterior
+from meshwright.calibrate.runs.stack_fit import Leaf, Response, StackFit, doubt_of, evidence, fit, posterior
 from meshwright.calibrate.runs.validate import NOT_FOR_TIME, STALLED, Outcome, predict_rows, ranking, stalled
 from meshwright.describe import catalog
 from meshwright.describe.files import base_of

@@ -57,6 +57,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.calibrate.runs.normal import NUMBERS, Normal, covariance, product, times
 from meshwright.cost.band import EXPERT_DOUBT, LEAST_DOUBT, expert_share
 from meshwright.cost.step import step_cost
 from meshwright.describe.cluster import Cluster
@@ -67,7 +68,6 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
 
-NUMBERS = ("launch", "products", "attention", "elementwise", "network", "exposed")
 LEAST_LAUNCH = 1e-7  # seconds
 LAUNCHES = np.log(np.geomspace(1.5e-6, 160e-6, 9))
 CENTRE = np.array([np.log(20e-6), 0.1, 0.1, 0.2, 0.2, np.log(0.25 / 0.75)])
@@ -193,62 +193,10 @@ DOUBT = 2.0  # standard deviations at which a run counts half
 ROUNDS, NEWTON = 4, 12
 
 
-def covariance(own: Sequence[float], common: float) -> np.ndarray:
-    """diag(own²) + common²·11ᵀ; the share of exposed compute is not a time, so it has no part in what is common."""
-    together = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.0])
-    return np.diag(np.square(own)) + common**2 * np.outer(together, together)
-
-
 TYPICAL = np.array([np.log(35e-6), 0.06, 0.06, 0.15, 0.20, np.log(0.25 / 0.75)])
 UNCERTAIN = covariance((0.50, 0.06, 0.10, 0.25, 0.25, 0.5), 0.05)
 BETWEEN_STACKS = covariance((0.60, 0.06, 0.20, 0.25, 0.25, 0.5), 0.06)
 BETWEEN_SOURCES = covariance((0.20, 0.04, 0.10, 0.12, 0.15, 0.3), 0.08)
-
-
-@dataclass(frozen=True)
-class Normal:
-    """A normal distribution by its precision matrix and shift = precision · mean; a message of one may be singular. Several distributions have
-    one array of both: (…, numbers, numbers) and (…, numbers)."""
-
-    precision: np.ndarray
-    shift: np.ndarray
-
-    @classmethod
-    def of(cls, mean: np.ndarray, covariance: np.ndarray) -> Normal:
-        precision = np.linalg.inv(covariance)
-        return cls(precision, times(precision, mean))
-
-    @classmethod
-    def flat(cls) -> Normal:
-        return cls(np.zeros((len(NUMBERS), len(NUMBERS))), np.zeros(len(NUMBERS)))
-
-    @property
-    def mean(self) -> np.ndarray:
-        return np.linalg.solve(self.precision, self.shift[..., None])[..., 0]
-
-    @property
-    def covariance(self) -> np.ndarray:
-        return np.linalg.inv(self.precision)
-
-    def __mul__(self, other: Normal) -> Normal:
-        return Normal(self.precision + other.precision, self.shift + other.shift)
-
-    def through(self, spread: np.ndarray) -> Normal:
-        """The distribution of the sum with an independent normal of mean 0 and covariance `spread`."""
-        gain = self.precision @ np.linalg.inv(self.precision + np.linalg.inv(spread))
-        return Normal(self.precision - gain @ self.precision, self.shift - gain @ self.shift)
-
-
-def times(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:
-    """Matrices times vectors, one or several."""
-    return (matrix @ vector[..., None])[..., 0]
-
-
-def product(parts: Sequence[Normal]) -> Normal:
-    out = Normal.flat()
-    for part in parts:
-        out = out * part
-    return out
 
 
 @dataclass

@@ -4,7 +4,8 @@ import re
 from functools import cache
 from typing import Any
 
-from meshwright.describe.cluster import Accelerator, Cluster, Link
+from meshwright.describe.accelerator import Accelerator
+from meshwright.describe.cluster import Cluster, Link
 from meshwright.describe.files import KINDS, entry, names, tables
 from meshwright.describe.model import Model
 from meshwright.describe.stack import Stack

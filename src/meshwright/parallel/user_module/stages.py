@@ -36,7 +36,8 @@ from meshwright.parallel.user_module.batches import (
     undisturbed,
     without_zeros,
 )
-from meshwright.parallel.user_module.dataflow import SHAPE_ONLY, ForwardTrace, Port, Routes, check_order, on_meta
+from meshwright.parallel.user_module.dataflow import Routes
+from meshwright.parallel.user_module.forward_trace import SHAPE_ONLY, ForwardTrace, Port, check_order, on_meta
 
 
 def find_layers(module: nn.Module, path: str | None, needed: bool) -> tuple[str, list[nn.Module]]:

@@ -27,7 +27,8 @@ from meshwright.parallel.tensor.tables import Table
 from meshwright.parallel.user_module.batches import prepared
 from meshwright.parallel.user_module.boxes import Entry
 from meshwright.parallel.user_module.checks import check_sharded, check_stages, evaluated
-from meshwright.parallel.user_module.dataflow import Port, Routes, Stages, routes
+from meshwright.parallel.user_module.dataflow import Routes, Stages, routes
+from meshwright.parallel.user_module.forward_trace import Port
 from meshwright.parallel.user_module.samples import Trial, check_samples
 from meshwright.parallel.user_module.stages import Recorded, find_layers, record
 from meshwright.programs.pipelines import build

@@ -33,7 +33,8 @@ from meshwright.proof.user_module.code import load, one_sentence
 from meshwright.proof.user_module.job import FACTORY, ModuleJob, Reference
 from meshwright.training.launch.rank import RankContext
 from meshwright.training.machine import available_memory
-from meshwright.training.user_module.module import ParallelModule, loss_value
+from meshwright.training.user_module.loss import loss_value
+from meshwright.training.user_module.module import ParallelModule
 from meshwright.training.user_module.parallelize import parallelize, takes_batch_first
 from meshwright.units import format_bytes
 

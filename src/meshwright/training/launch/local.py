@@ -32,7 +32,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +56,7 @@ from meshwright.training.launch.rank import (
     remove_failures,
     root_cause,
 )
+from meshwright.training.launch.temporary import temporary_folder
 from meshwright.training.machine import resolve_backend, resolve_device
 
 
@@ -76,9 +76,6 @@ def main_hidden(unless: bool = False) -> Iterator[None]:
 
 
 PRELOAD = ["meshwright.training.launch.preload"]
-RENDEZVOUS_BYTES = 2**24  # the store and the logs of a rendezvous fit into this
-PREFIX = "meshwright-"  # of a temporary folder; the number of its process follows
-STALE_S = 3600.0
 GRACE_S = 1.0  # after the first failure, the time the other ranks have to report theirs
 STUCK_S = 5.0  # for ranks that were told to end
 STOP_S = 30.0  # for ranks that save after SIGTERM
@@ -258,46 +255,6 @@ def _end(ranks: list[Rank]) -> None:
         if r.process.is_alive():
             r.process.kill()
         r.process.join()
-
-
-def temporary_folder(shared: str = "/dev/shm") -> Path:
-    """A new folder for a rendezvous or a run, which its process removes. Folders that are left of processes killed together with all their ranks
-    are removed here."""
-    parent = memory_folder(shared)
-    if parent is not None:
-        remove_stale(Path(parent))
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
-
-
-def remove_stale(parent: Path) -> None:
-    """Remove this user's folders whose process has ended. A container that shares the memory folder may have other process numbers: only
-    folders are removed that nothing has changed for `STALE_S`."""
-    for folder in parent.glob(f"{PREFIX}*-*"):
-        with contextlib.suppress(OSError, ValueError):
-            status = folder.lstat()
-            owner = int(folder.name.removeprefix(PREFIX).partition("-")[0])
-            if status.st_uid == os.getuid() and time.time() - status.st_mtime > STALE_S and not is_running(owner):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # of another user
-        pass
-    return True
-
-
-def memory_folder(shared: str = "/dev/shm") -> str | None:
-    """The folder for a rendezvous: in shared memory, or None (the system's temporary folder) if that is missing, full or read-only."""
-    try:
-        status = os.statvfs(shared)
-    except OSError:
-        return None
-    roomy = status.f_bavail * status.f_frsize >= RENDEZVOUS_BYTES and status.f_favail > 1000
-    return shared if roomy and os.access(shared, os.W_OK) else None
 
 
 def _start(start: Start, index: int) -> Rank:

@@ -52,26 +52,8 @@ from meshwright.training.checkpoint.state import state_of
 from meshwright.training.optimizer.average import WeightAverage
 from meshwright.training.optimizer.norm import clip, counted_squares
 from meshwright.training.optimizer.schedule import set_learning_rate, share_at
+from meshwright.training.user_module.loss import Loss, loss_value
 from meshwright.units import Json
-
-Loss = Callable[[Any, Any], Tensor]
-
-
-def loss_value(loss: Loss | None, output: Any, targets: Any) -> Tensor:
-    """The loss of a micro-batch as one number: of the function, or what the module returns."""
-    if loss is not None:
-        value: Any = loss(output, targets)
-    else:
-        value = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        kind = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise MeshwrightError(
-            "MW-OWN-003",
-            f"the loss is {kind}, not one number",
-            why="Without a loss function the module must return its loss, as a tensor or in an attribute `loss`",
-            fix='parallelize(…, loss=lambda output, targets: …), or step({"input_ids": ids, "labels": labels})',
-        )
-    return value.reshape(())
 
 
 @dataclass

@@ -39,9 +39,10 @@ from meshwright.parallel.tensor.split import check_regions, check_rows
 from meshwright.parallel.tensor.tables import Table, find_table, table_for
 from meshwright.parallel.user_module.boxes import Entry
 from meshwright.parallel.user_module.build import Build
-from meshwright.parallel.user_module.dataflow import on_meta
+from meshwright.parallel.user_module.forward_trace import on_meta
 from meshwright.training.optimizer.make import make_optimizer
-from meshwright.training.user_module.module import Loss, ParallelModule
+from meshwright.training.user_module.loss import Loss
+from meshwright.training.user_module.module import ParallelModule
 from meshwright.units import Json
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]

@@ -24,7 +24,8 @@ from functools import partial
 from typing import Any
 
 from meshwright.describe import catalog
-from meshwright.describe.config import OURS, Config, with_own_stack
+from meshwright.describe.config import Config
+from meshwright.describe.own_stack import OURS, with_own_stack
 from meshwright.errors import unknown
 from meshwright.interop.frameworks import FRAMEWORKS, find
 from meshwright.interop.frameworks.bridge import RECIPES

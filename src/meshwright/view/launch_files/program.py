@@ -7,7 +7,8 @@ reads its settings from a file brings the text of that file.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright.describe.config import OURS, Config
+from meshwright.describe.config import Config
+from meshwright.describe.own_stack import OURS
 from meshwright.version import WHEEL
 
 SCRIPT = "train.py"  # the reader's, for frameworks that are a library

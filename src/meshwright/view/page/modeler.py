@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from meshwright.cost.advice import chunked_time, microbatches_for, minimum_stage_bandwidth, optimal_chunks, stages_for
 from meshwright.cost.closed_forms import tensor_parallel_bytes
-from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.accelerator import DTYPE_BYTES
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.programs import pipelines

@@ -16,7 +16,7 @@ from typing import Any
 from meshwright import formulas
 from meshwright.cost.roofline import ridge
 from meshwright.describe import catalog
-from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.accelerator import DTYPE_BYTES
 from meshwright.describe.config import load_cluster
 from meshwright.describe.layout import Layout
 from meshwright.errors import MeshwrightError, unknown
