@@ -22,7 +22,7 @@ from meshwright.lower.program import Array
 
 COUNT_BYTES = 8.0
 ROUTE_LAUNCHES, PERMUTE_LAUNCHES = 20.0, 8.0
-TORCH_OPERATOR = 0.125  # host time of a bare operator of torch (8 µs) over that of a launch, which is one with a framework's module around it
+TORCH_OPERATOR = 0.125  # host time of a bare operator of torch (8 µs, assumed) over that of a launch, which has a framework's module around it
 
 
 def experts(low: LayerLowering) -> None:

@@ -53,7 +53,8 @@ stacks at once (`calibrate/runs/stack_fit.py`): population → stack → source,
 Student's t with {freedom:g} degrees of freedom and a scale of {noise:.0%} (more where communication or the host dominate). All runs of a source
 count as at most {most:g}.
 Shares of peak are not fitted to runs (`benchmarks/shares.py` compares them with what was measured): those of H100 and H200 are what `meshwright
-bench` measured on one H200, those of B200 and MI355X come from measured products. No operation of an A100 was measured: its products and copies
+bench` measured on one H200, those of B200 and MI355X come from measured products. The rates of GB200, B300 and GB300 come from NVIDIA's tables of
+its kernels (`tests/cost/test_published_kernels.py`). No operation of an A100 was measured: its products and copies
 reach the shares of Hopper, its attention the rate of the paper of flash attention 2. Switches, assumptions for unpublished settings and the
 scales of the priors were chosen while looking at left-out errors; so was the faster of two hosts on which the copy of a shard in nanotron's
 ZeRO-1 was measured (10.5 and 22 µs). The bytes that nanotron saves were fitted to its own runs. The host time of a collective over that of an
@@ -66,10 +67,11 @@ MISSES = """## What the residuals consist of
 
 Median error and bias of left-out predictions by the largest part besides compute, by GPU and by kind of model. A term that did not help left-out
 sources was deleted. One of them is real, a product whose tiles do not fill the last wave of processors: 150 products on one H200 follow the
-formula without it within 1.6% (median), with it within 2.3%. The tables of Megatron-Bridge have no CUDA graphs, dispatchers and overlap of expert
-messages: those are from the settings of each release (`benchmarks/bridge_settings.csv`). Runs with graphs of the whole step are predicted as well as
-others with them, and half too slow without. Nemotron 3 and gpt-oss, most of them with graphs of parts of a layer, are predicted too fast: what their
-experts cost beyond products, permutes and messages is not modelled. [Plan quality](plan-quality.md) has the choices of plans.
+formula without it within 1.6% (median), with it within 2.3%. The tables of Megatron-Bridge have no CUDA graphs, dispatchers, overlap of expert
+messages, recompute, multi-token prediction and stages: those are from the settings of each release (`benchmarks/bridge_settings.csv`). Runs with
+graphs of the whole step are predicted as well as others with them, and half too slow without. Nemotron 3 Super and gpt-oss are predicted too fast on
+B200 and B300 with few expert ranks. Layers that their recipes keep in bf16 beside fp4, attention in fp8, and rows that graphs of the whole step pad
+are not modelled. [Plan quality](plan-quality.md) has the choices of plans.
 The runs of vtrain_ground_truth that wait for the host are predicted 10% too fast: its host is slower than those of other sources of Megatron-LM."""
 
 
