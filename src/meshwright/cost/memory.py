@@ -25,6 +25,7 @@ import numpy as np
 
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.variants import COMPRESSIONS
+from meshwright.lower.batch import Batch
 from meshwright.lower.program import AFTER_LAYERS, ENDS, Array, Column, RankProgram, StepProgram, present
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
@@ -46,12 +47,7 @@ def state_memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
         b.units
     ):  # ZeRO-1 and 2 update shards and gather them into other memory; where they have a master, it is the shard
         master = np.where((b.zero >= 1) & (b.zero < 3), np.maximum(master, b.param_bytes), master)
-    # If the matrix product does not accumulate into the gradient buffer, its 16-bit result needs a second buffer.
-    unfused = (
-        0.0
-        if "accumulate" in b.stack.fused
-        else np.where((b.grad_bytes > b.param_bytes) & (b.zero < (1 if b.units else 3)), b.param_bytes, 0.0)
-    )
+    second = np.zeros(b.n) if b.stack.frees_narrow else narrow_gradients(b)
     # Compression keeps the unsent part of the gradient (error feedback), unsharded even under ZeRO; casts to 16 bits do not.
     error_feedback = COMPRESSIONS.column("keeps_error")[b.compression] * b.grad_bytes
     for group, count in rank.elements.items():
@@ -64,7 +60,7 @@ def state_memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
         out["gradients"] += bytes_each * np.where((b.zero >= 2) & b.reduce_each, share, count)
         # If unsharded gradients are reduced after each micro-batch, the sums of earlier ones need a second buffer.
         twice = np.where(b.reduce_each & (b.zero == 0) & (b.microbatches > 1), b.grad_bytes, 0.0)
-        out["gradients"] += count * (unfused + (error_feedback + twice) * (b.size("dp_cp") > 1))
+        out["gradients"] += count * (second + (error_feedback + twice) * (b.size("dp_cp") > 1))
         states = master + b.workload.state_copies * b.state_bytes + (b.average_bytes if b.workload.ema else 0.0)
         out["optimizer"] += on_device * states * np.where(b.zero >= 1, share, count)
         if group in rank.by_muon:  # other parameters have Adam's second moment as well
@@ -79,6 +75,12 @@ def state_memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
             sent = sum(rank.counts[kind] * program.loads[kind][group].fp8 for kind in layers)
             out["parameters"] += np.where(b.gathers_fp8_weights(group), sent / b.size(axes.shard), 0.0)
     return out
+
+
+def narrow_gradients(b: Batch) -> Array:
+    """Bytes of an element in a second buffer: of the 16-bit result of the product, if this does not add into the wider sum of gradients itself."""
+    separate = "accumulate" not in b.stack.fused
+    return np.where(separate & (b.grad_bytes > b.param_bytes) & (b.zero < (1 if b.units else 3)), b.param_bytes, 0.0)
 
 
 def _scales(program: StepProgram, rank: RankProgram, group: str) -> Array:
@@ -335,6 +337,9 @@ def memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
     peak = temporary_memory(program, rank)
     out["activations"] = rank.kept + peak.saved
     out["gathered"] = peak.gathered
+    if b.stack.frees_narrow:  # only those of the layer that runs backward are there
+        layers = {k: sum(load.updated for load in program.loads[k].values()) for k in program.loads if k not in ENDS}
+        peak = peak._replace(working=peak.working + narrow_gradients(b) * _largest(program, rank, layers))
     out["working"] = peak.working + bucket_memory(program, rank) + message_memory(program, rank) + b.stack.workspace
     if b.model.adapter.base != "plain":
         out["working"] = out["working"] + _largest(program, rank, program.unpacked)

@@ -174,6 +174,8 @@ class Stack(Described):
     torch_pipeline: bool = False
     """pipelines run on torch.distributed.pipelining on CPU: it keeps every message of a step, and between the halves of a split backward all tensors
     saved for backward and the gradient of the output of every product"""
+    frees_narrow: bool = False
+    """a 16-bit gradient is freed as soon as it was added to its sum in 32 bits"""
     lazy_gradients: bool = False
     """backward allocates gradients while it frees activations, where a step has one micro-batch on one data-parallel rank"""
     reuses_saved: bool = False

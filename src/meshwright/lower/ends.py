@@ -25,9 +25,17 @@ def embedding(low: LayerLowering) -> dict[str, list[Op]]:
     if any(vector.name == "tokens" and vector.learns for vector in low.block.vectors):
         low.collective("W", "embedding-grad", "embedding", "all_gather", "tp", n, low.with_sp)
         low.memory("W", "scatter-add", "embedding", n, 3, 3)
+        gradient_of_rows(low, "embedding", m.token_width)
     low.drop("embedding", "embedding", n / b.seq_split, "W")
     low.extra_products()
     return low.phases
+
+
+def gradient_of_rows(low: LayerLowering, name: str, width: int) -> None:
+    """The gradient of the embedding has all rows of the vocabulary, also those that no token looked up: it is zeroed, and added as a whole."""
+    weights = low.m.padded_vocab * width / low.b.tp
+    low.memory("W", f"{name}-zero", "embedding", weights, low.element, 1)
+    low.accumulate(name, "embedding", weights, 1)
 
 
 def head(low: LayerLowering) -> dict[str, list[Op]]:
@@ -71,6 +79,7 @@ def multi_token_prediction(low: LayerLowering) -> dict[str, list[Op]]:
     low.norm("mtp-norm-2")
     low.memory("F", "mtp-lookup", "embedding", low.message(m.hidden), 2, 3)
     low.memory("W", "mtp-scatter-add", "embedding", low.message(m.hidden), 3, 3)
+    gradient_of_rows(low, "mtp-embedding", m.hidden)
     low.enter_columns("mtp", 2 * m.hidden, "mtp-join")
     low.gemm("mtp-join", "mtp", b.tokens, m.hidden / b.tp, 2 * m.hidden)
     low.collective("F", "mtp-out", "mtp", "all_gather", "tp", low.message(m.hidden), low.with_tp * ~b.sp)

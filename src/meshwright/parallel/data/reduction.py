@@ -39,8 +39,8 @@ class LocalGradients(Gradients):
 
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None = None) -> None:
         self.parameters, self.dtype = list(parameters), dtype
-        for p in self.parameters if dtype else ():
-            p.grad_dtype = None  # any: a narrow gradient is added into the wide one as it is
+        for p in self.parameters:  # None: any, so that a narrow gradient is added into the wide one as it is
+            p.grad_dtype = p.dtype if dtype in (None, p.dtype) else None
 
     def begin(self, last: bool) -> None:
         for p in self.parameters if self.dtype else ():
