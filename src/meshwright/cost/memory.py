@@ -25,7 +25,6 @@ import numpy as np
 
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.describe.variants import COMPRESSIONS
-from meshwright.lower.batch import Batch
 from meshwright.lower.program import AFTER_LAYERS, ENDS, Array, Column, RankProgram, StepProgram, present
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
@@ -47,7 +46,7 @@ def state_memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
         b.units
     ):  # ZeRO-1 and 2 update shards and gather them into other memory; where they have a master, it is the shard
         master = np.where((b.zero >= 1) & (b.zero < 3), np.maximum(master, b.param_bytes), master)
-    second = np.zeros(b.n) if b.stack.frees_narrow else narrow_gradients(b)
+    second = np.zeros(b.n) if b.stack.frees_narrow else narrow_gradients(program)
     # Compression keeps the unsent part of the gradient (error feedback), unsharded even under ZeRO; casts to 16 bits do not.
     error_feedback = COMPRESSIONS.column("keeps_error")[b.compression] * b.grad_bytes
     for group, count in rank.elements.items():
@@ -77,8 +76,9 @@ def state_memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
     return out
 
 
-def narrow_gradients(b: Batch) -> Array:
+def narrow_gradients(program: StepProgram) -> Array:
     """Bytes of an element in a second buffer: of the 16-bit result of the product, if this does not add into the wider sum of gradients itself."""
+    b = program.batch
     separate = "accumulate" not in b.stack.fused
     return np.where(separate & (b.grad_bytes > b.param_bytes) & (b.zero < (1 if b.units else 3)), b.param_bytes, 0.0)
 
@@ -339,7 +339,7 @@ def memory(program: StepProgram, rank: RankProgram) -> dict[str, Array]:
     out["gathered"] = peak.gathered
     if b.stack.frees_narrow:  # only those of the layer that runs backward are there
         layers = {k: sum(load.updated for load in program.loads[k].values()) for k in program.loads if k not in ENDS}
-        peak = peak._replace(working=peak.working + narrow_gradients(b) * _largest(program, rank, layers))
+        peak = peak._replace(working=peak.working + narrow_gradients(program) * _largest(program, rank, layers))
     out["working"] = peak.working + bucket_memory(program, rank) + message_memory(program, rank) + b.stack.workspace
     if b.model.adapter.base != "plain":
         out["working"] = out["working"] + _largest(program, rank, program.unpacked)
