@@ -14,6 +14,8 @@ the loss is scaled is multiplied into dz before it is rounded, so that the loss 
 The head must know the targets to compute the loss: it finds them in the `step_context`, and without them it returns logits.
 Where ranks split the vocabulary, the head returns logits too (`parallel.tensor.vocabulary`).
 
+Private names of torch: `_foreach_mul_`, the product of tensors with one number on the device in one pass.
+
 Legend: B batch, S sequence, T tokens, H hidden, V vocabulary.
 """
 
