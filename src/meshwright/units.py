@@ -151,8 +151,8 @@ def format_count(value: float, digits: int = 3) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: 1 rank, 2 ranks."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    """A number with its noun: 1 rank, 2 ranks, 2 micro-batches."""
+    return f"{number:,} {noun}{('es' if noun.endswith('ch') else 's') * (number != 1)}"
 
 
 def format_value(value: float, unit: str) -> str:

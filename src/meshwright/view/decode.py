@@ -7,7 +7,7 @@ from rich.text import Text
 
 from meshwright.describe.result import GIB
 from meshwright.predict.decode import Decoding, TokenTime
-from meshwright.units import format_bytes, format_seconds
+from meshwright.units import counted, format_bytes, format_seconds
 from meshwright.view.tables import Columns, filled, heading, listed
 
 PARTS = ("weights", "cache", "communication", "other")
@@ -51,7 +51,7 @@ def page(d: Decoding) -> RenderableType:
 
 def title(d: Decoding) -> str:
     ep = f", ep {d.plan.ep}" if d.plan.ep > 1 else ""
-    return f"tp {d.plan.tp}{ep}, {d.plan.dp} replica{'s' * (d.plan.dp > 1)}, {d.config.workload.precision}"
+    return f"tp {d.plan.tp}{ep}, {counted(d.plan.dp, 'replica')}, {d.config.workload.precision}"
 
 
 def crossing(d: Decoding) -> str:

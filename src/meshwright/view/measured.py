@@ -2,7 +2,7 @@
 
 from rich.console import Group, RenderableType
 
-from meshwright.units import Json, format_seconds
+from meshwright.units import Json, counted, format_seconds
 from meshwright.view.tables import filled
 
 
@@ -22,8 +22,8 @@ def page(result: Json) -> RenderableType:
     notes = dict.fromkeys(note for row in result["ranks"] for note in row["notes"])
     micro = {row["microbatches"] for row in result["ranks"]}
     return Group(
-        f"[bold]{result['title']}[/] on {result['device']}: {len(result['ranks'])} measured "
-        f"rank{'s' * (len(result['ranks']) != 1)}, {', '.join(map(str, sorted(micro)))} micro-batches",
+        f"[bold]{result['title']}[/] on {result['device']}: {counted(len(result['ranks']), 'measured rank')}, "
+        f"{', '.join(map(str, sorted(micro)))} micro-batches",
         ranks,
         filled(("!rank", "part", ">seconds"), rows),
         f"Step of all ranks: {seconds} ({low} to {high}); compute of the busiest rank {compute}, measured; predicted {predicted}",

@@ -19,7 +19,7 @@ from meshwright.programs.pipelines import KINDS, SCHEDULES, Walked
 from meshwright.programs.pipelines.check import needs_and_order
 from meshwright.programs.pipelines.program import KIND_NAMES, F
 from meshwright.programs.pipelines.walk import held_changes
-from meshwright.units import Json
+from meshwright.units import Json, counted
 from meshwright.view import tables
 from meshwright.view.trace import Flow, TraceCounter, TraceSpan, trace_events
 
@@ -75,8 +75,8 @@ def drawing(walked: Walked, scale: float, coloured: bool, unit: Unit) -> list[Te
 
 def title(walked: Walked) -> str:
     p = walked.program
-    stages = f"{p.virtual} stages per rank" if p.virtual > 1 else "1 stage per rank"
-    return f"{p.schedule}: {_count(p.ranks, 'rank')}, {_count(p.microbatches, 'micro-batch', 'es')}, {stages}"
+    sizes = counted(p.ranks, "rank"), counted(p.microbatches, "micro-batch"), counted(p.virtual, "stage")
+    return f"{p.schedule}: {', '.join(sizes)} per rank"
 
 
 def best_scale(several: Sequence[Walked], width: int) -> float:
@@ -203,10 +203,6 @@ def pipeline_trace(walked: Walked, seconds_per_unit: float = 1.0) -> Json:
         "bubble_overhead": walked.bubble_overhead,
     }
     return trace_events(spans, flows=flows, counters=counters, streams=["compute"], about=about)
-
-
-def _count(n: int, word: str, plural: str = "s") -> str:
-    return f"{n} {word}" if n == 1 else f"{n} {word}{plural}"
 
 
 def _style(background: tuple[int, int, int]) -> str:

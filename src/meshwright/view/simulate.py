@@ -36,17 +36,6 @@ CLOSING = {  # part of the end of a step → its stream and name
 
 
 @dataclass(frozen=True)
-class ActionPiece:
-    """A span inside an action; times are seconds from the start of the action."""
-
-    stream: str
-    name: str
-    start: float
-    duration: float
-    part: str
-
-
-@dataclass(frozen=True)
 class SimulationPage:
     """The simulated step in the terminal, as wide as the console."""
 
@@ -67,38 +56,38 @@ def page(simulation: Simulation) -> SimulationPage:
 
 
 class Filler:
-    """Places the operations of a stage inside its actions; each (stage, kind) is computed once."""
+    """Places the operations of a stage inside its actions, as spans from the start of the action; each (stage, kind) is computed once."""
 
     def __init__(self, e: Estimate, detail: str) -> None:
         self.e, self.detail = e, detail
         self.network = e.cost.network
         self.pieces = cache(self._operations)
 
-    def _operations(self, stage: int, kind: str) -> list[ActionPiece]:
+    def _operations(self, stage: int, kind: str) -> list[TraceSpan]:
         stage_blocks = self.e.program.stages[stage]
         blocks = [b for b in ORDER if b in stage_blocks.counts for _ in range(round(scalar(stage_blocks.counts[b])))]
         if kind != "F":
             blocks.reverse()
-        out: list[ActionPiece] = []
+        out: list[TraceSpan] = []
         free: dict[str, float] = {}  # when each communication stream becomes idle
         keys = [(block, phase) for block in stage_blocks.counts for phase in PHASES]
         left = {key: scalar(stage_blocks.times(*key)) for key in keys}  # runs of a phase; a share of S and G
         at = 0.0
         for number, block in enumerate(blocks):
             began = at
-            inner: list[ActionPiece] = []
+            inner: list[TraceSpan] = []
             ends = left[block, "I"] <= 0
             for phase in PHASES_OF[kind]:
                 if left[block, phase] > 0 and (phase != "E" or ends):
                     at = self._phase(block, phase, at, free, inner)
                     left[block, phase] -= phase not in SPLIT_ONLY
             if self.detail == "layers":  # compute as one span; collectives are few
-                whole = ActionPiece("compute", f"{block} {number}", began, at - began, block)
+                whole = TraceSpan(0, "compute", f"{block} {number}", began, at - began, block)
                 inner = [whole, *(piece for piece in inner if piece.stream != "compute")]
             out += inner
         return out
 
-    def _phase(self, block: str, phase: str, at: float, free: dict[str, float], out: list[ActionPiece]) -> float:
+    def _phase(self, block: str, phase: str, at: float, free: dict[str, float], out: list[TraceSpan]) -> float:
         ops = self.e.program.blocks.get((block, phase), [])
         computing = [op for op in ops if not op.axis and op.kind != "host"]
         room = self.e.stack.hides * sum(scalar(op.count) * self.seconds(op) for op in computing)
@@ -107,7 +96,7 @@ class Filler:
             if length <= 0:
                 continue
             if not op.axis and op.kind != "host":
-                out.append(ActionPiece("compute", op.name, at, length, op.part))
+                out.append(TraceSpan(0, "compute", op.name, at, length, op.part))
                 at += length
                 continue
             axis = AXIS_OF[op.axis] if op.axis else "host"
@@ -115,7 +104,7 @@ class Filler:
             hidden = min(length, room) if scalar(asynchronous) else 0.0
             room -= hidden
             begins = max(at, free.get(axis, 0.0))
-            out.append(ActionPiece(f"comm:{axis}", op.name, begins, length, op.collective))
+            out.append(TraceSpan(0, f"comm:{axis}", op.name, begins, length, op.collective))
             free[axis] = begins + length
             at += length - hidden
         return at
@@ -157,7 +146,7 @@ def spans(e: Estimate, walked: WalkedStep, detail: str = "") -> list[TraceSpan]:
         scale = min(1.0, length / whole) if whole else 1.0
         for p in pieces:
             at, took = start + p.start * scale, p.duration * scale
-            out.append(TraceSpan(rank[index], p.stream, p.name, at, took, p.part))
+            out.append(TraceSpan(rank[index], p.stream, p.name, at, took, p.category))
     return out + closing_spans(walked)
 
 

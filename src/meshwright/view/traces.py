@@ -16,7 +16,7 @@ from meshwright.explain.beside import TraceBesidePlan
 from meshwright.explain.explanation import TraceExplanation
 from meshwright.explain.intervals import Intervals
 from meshwright.explain.memory_snapshot import MemoryReport
-from meshwright.units import Json, format_seconds
+from meshwright.units import Json, counted, format_seconds
 from meshwright.view.memory_snapshot import predicted_gib
 from meshwright.view.page.bundle import written_view
 from meshwright.view.tables import Columns, FittedTable, filled, listed
@@ -32,12 +32,8 @@ def page(e: TraceExplanation, beside: TraceBesidePlan | MeshwrightError) -> Rend
     ranks = e.run.ranks
     steps = len(next(iter(e.steps.values())))
     first = ranks[0].found
-    about = (
-        f"{len(ranks)} of {e.run.world} ranks"
-        if len(ranks) < e.run.world
-        else f"{len(ranks)} rank{'s' * (len(ranks) > 1)}"
-    )
-    recognised = f"{steps} step{'s' * (steps != 1)}, {first.microbatches} micro-batch{'es' * (first.microbatches > 1)}"
+    about = f"{len(ranks)} of {e.run.world} ranks" if len(ranks) < e.run.world else counted(len(ranks), "rank")
+    recognised = f"{counted(steps, 'step')}, {counted(first.microbatches, 'micro-batch')}"
     layers = f", {len(first.layers)} layers" if first.layers else ""
     title = Text(f"step {format_seconds(e.step_s)}", "bold") + Text(
         f"  {about}, {recognised}{layers}; {e.attributed:.1%} of the time attributed", "not bold"

@@ -14,10 +14,10 @@ from meshwright.view.page.subject import Subject
 LIVE = "meshwright web"
 
 
-def document(subject: Subject, first: str = "", names: Iterable[str] = (), title: str = "") -> str:
+def document(subject: Subject, first: str = "", names: Iterable[str] = ()) -> str:
     """The HTML of the named views (default: all that need no search, and `first`); `first` is shown when the file opens."""
     names = list(names) or [name for name, entry in VIEWS.items() if entry.kind == CHEAP or name == first]
-    title = title or f"{subject.model.name} on {subject.plan.world:,} × {subject.cluster.accelerator.name}"
+    title = f"{subject.model.name} on {subject.plan.world:,} × {subject.cluster.accelerator.name}"
     return written({name: answer(subject, name) for name in names}, title, first, state(subject))
 
 

@@ -1,8 +1,13 @@
 """`meshwright show OPERATION`: the steps, values or figure of a collective, or a comparison of its algorithms."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Group
+from rich.text import Text
+
+from meshwright.describe.files import write_text
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS
 from meshwright.programs.collectives.comparison import SIZES, Comparison, compare
@@ -14,6 +19,7 @@ from meshwright.view.show.collective_request import (
     ELEMENT_BYTES,
     MOST_VALUES,
     CollectiveRequest,
+    PreparedCollective,
     cluster_of,
     prepared,
 )
@@ -31,40 +37,32 @@ def data(request: CollectiveRequest) -> dict[str, Any]:
 
 def show(request: CollectiveRequest) -> None:
     """Print, or write to a file, what the request asks for."""
-    if request.compare:
-        return show_comparison(request)
-    shown = prepared(request)
+    shown = compared(request) if request.compare else prepared(request)
+    if request.html:
+        from meshwright.view.page.collectives import comparison_html, program_html
+
+        figure = comparison_html(shown) if isinstance(shown, Comparison) else program_html(shown)
+        write_text(request.html, figure)
+        print(f"written to {request.html}", file=sys.stderr)
+    if request.as_json:
+        show_json(shown.as_dict())
+    else:
+        print_out(page(shown, request))
+
+
+def page(shown: Comparison | PreparedCollective, request: CollectiveRequest) -> Group:
+    """What the terminal shows: a comparison, the values step by step, or the steps and the other algorithms."""
+    if isinstance(shown, Comparison):
+        return view.comparison_page(shown)
     program, walked, on, charge, inputs = shown
-    if request.html:
-        from meshwright.view.page.collectives import program_html
-
-        write_figure(request.html, program_html(shown))
-    if request.as_json:
-        return show_json(shown.as_dict())
-    if request.values:
-        if inputs is None:
-            what, fix = f"{program.elements} elements are too many to print", f"--elements {MOST_VALUES}"
-            raise MeshwrightError("MW-PROG-006", what, fix=fix)
-        return print_out(view.values_page(program, inputs))
-    alternatives = [name for name in ALGORITHMS[request.operation] if name != program.algorithm]
-    print_out(view.page(program, walked, on, charge=charge))
-    if alternatives:
-        from rich.text import Text
-
-        print_out(Text("\nother algorithms: " + ", ".join(alternatives) + "   (--compare shows their times)", "dim"))
-    return None
-
-
-def show_comparison(request: CollectiveRequest) -> None:
-    """Print the times of all algorithms, or of the named ones, by message size."""
-    comparison = compared(request)
-    if request.html:
-        from meshwright.view.page.collectives import comparison_html
-
-        write_figure(request.html, comparison_html(comparison))
-    if request.as_json:
-        return show_json(comparison.as_dict())
-    return print_out(view.comparison_page(comparison))
+    if request.values and inputs is None:
+        what, fix = f"{program.elements} elements are too many to print", f"--elements {MOST_VALUES}"
+        raise MeshwrightError("MW-PROG-006", what, fix=fix)
+    if request.values and inputs is not None:
+        return view.values_page(program, inputs)
+    others = ", ".join(name for name in ALGORITHMS[request.operation] if name != program.algorithm)
+    words = Text(f"\nother algorithms: {others}   (--compare shows their times)", "dim")
+    return Group(view.page(program, walked, on, charge=charge), *([words] if others else []))
 
 
 def compared(request: CollectiveRequest) -> Comparison:
@@ -84,13 +82,3 @@ def compared(request: CollectiveRequest) -> Comparison:
         builder(request.operation, name)
     sizes: Sequence[float] = [parse_bytes(request.size)] if request.size else SIZES
     return compare(request.operation, cluster, ranks, sizes, names, element_bytes=ELEMENT_BYTES)
-
-
-def write_figure(path: str, text: str) -> None:
-    """Write the figure to a file."""
-    import sys
-
-    from meshwright.describe.files import write_text
-
-    write_text(path, text)
-    print(f"written to {path}", file=sys.stderr)
