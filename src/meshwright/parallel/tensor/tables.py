@@ -63,27 +63,30 @@ def head_width(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+# {head}: the width of a head.
+LLAMA = (
+    ("model.embed_tokens", "embedding"),
+    ("model.layers.0", "split_sequence"),
+    ("model.layers.*.input_layernorm", "between"),
+    ("model.layers.*.self_attn", "region"),
+    ("model.layers.*.self_attn.q_proj", "column"),
+    ("model.layers.*.self_attn.[kv]_proj", "keys:{head}"),
+    ("model.layers.*.self_attn.o_proj", "row"),
+    ("model.layers.*.post_attention_layernorm", "between"),
+    ("model.layers.*.mlp", "region"),
+    ("model.layers.*.mlp.gate_proj", "column"),
+    ("model.layers.*.mlp.up_proj", "column"),
+    ("model.layers.*.mlp.down_proj", "row"),
+    ("model.norm", "between"),
+    ("model.norm", "enter"),
+    ("lm_head", "logits"),
+    ("lm_head", "join"),
+)
+
+
 def llama(config: Any) -> Table:
     """Llama, Mistral and Qwen2."""
-    head = head_width(config)
-    return (
-        ("model.embed_tokens", "embedding"),
-        ("model.layers.0", "split_sequence"),
-        ("model.layers.*.input_layernorm", "between"),
-        ("model.layers.*.self_attn", "region"),
-        ("model.layers.*.self_attn.q_proj", "column"),
-        ("model.layers.*.self_attn.[kv]_proj", f"keys:{head}"),
-        ("model.layers.*.self_attn.o_proj", "row"),
-        ("model.layers.*.post_attention_layernorm", "between"),
-        ("model.layers.*.mlp", "region"),
-        ("model.layers.*.mlp.gate_proj", "column"),
-        ("model.layers.*.mlp.up_proj", "column"),
-        ("model.layers.*.mlp.down_proj", "row"),
-        ("model.norm", "between"),
-        ("model.norm", "enter"),
-        ("lm_head", "logits"),
-        ("lm_head", "join"),
-    )
+    return tuple((name, style.format(head=head_width(config))) for name, style in LLAMA)
 
 
 def qwen3(config: Any) -> Table:
@@ -136,21 +139,24 @@ def gpt2(config: Any) -> Table:
     )
 
 
+VIT = (
+    ("embeddings", "replicated"),
+    ("embeddings.patch_embeddings.projection", "replicated"),
+    ("layers.0", "split_sequence"),
+    ("layers.*.layernorm_*", "between"),
+    ("layers.*.attention", "region"),
+    ("layers.*.attention.[qkv]_proj", "column"),
+    ("layers.*.attention.o_proj", "row"),
+    ("layers.*.mlp", "region"),
+    ("layers.*.mlp.fc1", "column"),
+    ("layers.*.mlp.fc2", "row"),
+    ("layernorm", "between"),
+    ("layernorm", "join_sequence"),
+)
+
+
 def vit(config: Any, prefix: str = "") -> Table:
-    return (
-        (f"{prefix}embeddings", "replicated"),
-        (f"{prefix}embeddings.patch_embeddings.projection", "replicated"),
-        (f"{prefix}layers.0", "split_sequence"),
-        (f"{prefix}layers.*.layernorm_*", "between"),
-        (f"{prefix}layers.*.attention", "region"),
-        (f"{prefix}layers.*.attention.[qkv]_proj", "column"),
-        (f"{prefix}layers.*.attention.o_proj", "row"),
-        (f"{prefix}layers.*.mlp", "region"),
-        (f"{prefix}layers.*.mlp.fc1", "column"),
-        (f"{prefix}layers.*.mlp.fc2", "row"),
-        (f"{prefix}layernorm", "between"),
-        (f"{prefix}layernorm", "join_sequence"),
-    )
+    return tuple((prefix + name, style) for name, style in VIT)
 
 
 def vit_classifier(config: Any) -> Table:
