@@ -270,3 +270,21 @@ def test_modules_that_are_recomputed_run_their_forward_again_in_backward(module,
     assert extra == {f"{name}-again" for name in names}
     full = lowered(model, stack=Stack(reruns=(module,)), recompute="full")
     assert all(one(op.count) == 0 for op in full.blocks[kind, "I"] if op.name in extra)
+
+
+@pytest.mark.parametrize("precision", ["mxfp8", "fp4"])
+def test_layers_in_16_bits_multiply_their_share_of_the_products_and_quantise_nothing(precision):
+    narrow, mixed = (
+        lowered(GQA, WORK.but(precision=precision), stack=Stack(wide_layers=count)) for count in (0, GQA.layers // 2)
+    )
+    share = (GQA.layers // 2) / GQA.layers
+    products = [op for phase in "FIW" for op in mixed.blocks["dense", phase] if op.kind == "gemm"]
+    assert sum(one(op.count * op.flops) for op in products if op.dtype == "bf16") == pytest.approx(
+        share * sum(one(op.count * op.flops) for op in products)
+    )
+    assert total_flops(mixed, "FIW") == pytest.approx(total_flops(narrow, "FIW"))
+    quantised = [
+        sum(one(op.bytes) for phase in "FI" for op in program.blocks["dense", phase] if op.name.endswith("quantise"))
+        for program in (narrow, mixed)
+    ]
+    assert quantised[1] == pytest.approx((1 - share) * quantised[0])

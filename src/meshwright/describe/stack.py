@@ -164,6 +164,8 @@ class Stack(Described):
     fp8_scaling: Literal["delayed", "current"] = "delayed"
     """how a stack with `keeps_quantised` scales fp8. delayed: by the maxima of earlier steps, in the kernels that compute the operands. current: by
     the tensor's own maximum, for which a pass reads it before another quantises it"""
+    wide_layers: int = Field(default=0, ge=0, le=10_000)
+    """layers whose products stay in 16 bits beside a narrower precision (Megatron's first_last_layers_bf16); counted in the time only"""
     fp8_passes: float = Field(default=0.0, ge=0, le=20)
     """fp8: bytes moved to quantise an element of an operand, and 2 more to transpose it; 0: other kernels do it on the way"""
     logits_chunk: Bytes = 0.0

@@ -17,6 +17,7 @@ products.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,11 @@ class BlockBuilder:
         """Whether products in fp8 take the codes of a frozen base as they are."""
         return self.m.adapter.base == "fp8" and self.b.workload.precision == "fp8"
 
+    @property
+    def wide_share(self) -> float:
+        """The share of the layers whose products stay in 16 bits beside a narrower precision, counted in every layer."""
+        return min(self.b.stack.wide_layers / self.m.layers, 1.0) if self.m.layers else 0.0
+
     def matrices(self, product: str) -> list[Linear]:
         """The matrices of a product, which the stack may have joined."""
         names = JOINED.get(product, (product,))
@@ -220,6 +226,7 @@ class BlockBuilder:
         e = self.element
         size = products * (m * k + k * n + m * n) * e
         weights = products * k * n * trained
+        wide = self.wide_share if self.wide and not dtype else 0.0
         direct = "accumulate" in self.fused  # the product adds into the accumulated gradient
         grown = products * (m * k + m * n * trained) * e + weights * (2 * self.b.grad_bytes if direct else e)
         for phase, suffix, work, moved, sides in (
@@ -229,10 +236,10 @@ class BlockBuilder:
         ):
             if phase == "W" and not trained:
                 continue
-            shape = (products, *sides)
-            self.phases[phase].append(
-                Op(name + suffix, part, "gemm", 1.0, work, moved, shape, dtype, launches=launches)
-            )
+            op = Op(name + suffix, part, "gemm", 1.0 - wide, work, moved, (products, *sides), dtype, launches=launches)
+            self.phases[phase].append(op)
+            if wide:
+                self.phases[phase].append(replace(op, name=f"{op.name}-wide", count=wide, dtype=self.wide))
         if not direct and trained:
             self.accumulate(name, part, weights, launches)
         precision = self.b.workload.precision
@@ -242,7 +249,7 @@ class BlockBuilder:
             size = read + copy * (2 if trained else 1)
             for phase, elements in (("F", products * m * k), ("I", products * m * n)):
                 if phase in quantised:
-                    self.quantise_blocks(phase, name, part, size, elements)
+                    self.quantise_blocks(phase, name, part, size, elements * (1.0 - wide))
         elif precision == "fp8" and self.b.stack.fp8_passes and not dtype:
             weights = weights if self.fp8_base else products * k * n
             self.quantise(name, part, products * m * k, products * m * n, weights, trained > 0)

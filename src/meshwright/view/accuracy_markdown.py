@@ -70,8 +70,8 @@ sources was deleted. One of them is real, a product whose tiles do not fill the 
 formula without it within 1.6% (median), with it within 2.3%. The tables of Megatron-Bridge have no CUDA graphs, dispatchers, overlap of expert
 messages, recompute, multi-token prediction and stages: those are from the settings of each release (`benchmarks/bridge_settings.csv`). Runs with
 graphs of the whole step are predicted as well as others with them, and half too slow without. Nemotron 3 Super and gpt-oss are predicted too fast on
-B200 and B300 with few expert ranks. Layers that their recipes keep in bf16 beside fp4, attention in fp8, and rows that graphs of the whole step pad
-are not modelled. [Plan quality](plan-quality.md) has the choices of plans.
+B200 and B300 with few expert ranks. Attention in fp8, products that a recipe keeps in bf16 in every layer, and rows that graphs of the whole
+step pad are not modelled. [Plan quality](plan-quality.md) has the choices of plans.
 The runs of vtrain_ground_truth that wait for the host are predicted 10% too fast: its host is slower than those of other sources of Megatron-LM."""
 
 

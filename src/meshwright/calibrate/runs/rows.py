@@ -34,7 +34,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from meshwright.calibrate.runs.row_model import MODEL_COLUMNS, PublishedRun, number, read_model, refusal
+from meshwright.calibrate.runs.row_model import MODEL_COLUMNS, PublishedRun, integer, number, read_model, refusal
 from meshwright.calibrate.runs.row_plan import CLUSTER_COLUMNS, read_cluster, read_plan
 from meshwright.describe import catalog
 from meshwright.describe.adapter import Adapter
@@ -166,8 +166,12 @@ def _stack(c: PublishedRun) -> Stack:
     if c.row["graphs"]:  # the settings of the recipe are known
         graphs = () if c.row["graphs"] == "none" else tuple(c.row["graphs"].split())
         fused = (*stack.fused, *c.row["fused"].split())
-        reruns = tuple(c.row["recompute_modules"].split())
-        stack = stack.but(graphs=graphs, dispatch=c.row["dispatch"] or stack.dispatch, fused=fused, reruns=reruns)
+        known = {
+            "fused": fused,
+            "reruns": tuple(c.row["recompute_modules"].split()),
+            "wide_layers": integer(c.row["wide_layers"]),
+        }
+        stack = stack.but(graphs=graphs, dispatch=c.row["dispatch"] or stack.dispatch, **known)
     if c.row["file"] == BRIDGE:
         stack = stack.but(fp8_scaling="current")
     return stack

@@ -132,7 +132,15 @@ def costed_together(c: PublishedRun) -> tuple[Any, ...]:
     model = c.model.model_dump_json(exclude={"name"}, exclude_defaults=True)
     workload = c.workload.model_dump_json(exclude={"batch"}, exclude_defaults=True)
     rates = tuple(c.cluster.device_bandwidth(k) for k in range(len(c.cluster.levels)))
-    stack = (c.stack.name, c.stack.attention, c.stack.fused, c.stack.graphs, c.stack.dispatch, c.stack.reruns)
+    stack = (
+        c.stack.name,
+        c.stack.attention,
+        c.stack.fused,
+        c.stack.graphs,
+        c.stack.dispatch,
+        c.stack.reruns,
+        c.stack.wide_layers,
+    )
     return model, workload, c.cluster.name, rates, *stack
 
 
