@@ -14,20 +14,18 @@ let catalog = null, choices = null, asked = null, timer = 0;
 const widgets = []; // functions that show the present state
 let form = null, problems = null;
 
-const plan = (field) => state.get().plan[field] ?? catalog.fields.plan[field].default;
-const workload = (field) => state.get().workload[field] ?? catalog.fields.workload[field].default;
-const adapter = (field) => {
-  const value = state.get().adapter?.[field] ?? catalog.fields.adapter[field].default;
-  return field === "targets" ? [value].flat() : value; // a file may have one name instead of a list
-};
-const about = (section, field) => catalog.fields[section]?.[field]?.about ?? "";
+/** What the catalog says of the field at a path: { about, default, values }. */
+const fieldOf = (path) => path.split(".").reduce((found, key) => found?.[key], catalog.fields) ?? {};
+/** The value at a path of the plan file, or its default. */
+const now = (path) => state.at(path) ?? fieldOf(path).default;
+const about = (path) => fieldOf(path).about ?? "";
 const nameOf = (part) => (typeof part === "string" ? part : part.name ?? part.extends ?? "own");
 
 /** Set values; one that equals its default is left out, so that addresses stay short. */
 function apply(changes) {
   const out = {};
   for (const [path, value] of Object.entries(changes)) {
-    const [section, field] = path.split("."), fallback = catalog.fields[section]?.[field]?.default;
+    const fallback = fieldOf(path).default;
     out[path] = fallback !== undefined && JSON.stringify(fallback) === JSON.stringify(value) ? null : value;
   }
   state.update(out);
@@ -84,30 +82,38 @@ function section(title, summary, ...children) {
   return h("section", null, h("h3", null, title, note), h("div", { class: "fields" }, children));
 }
 
-/** A widget that follows the state: make(…) and how it reads its value. */
+/** A widget that follows the state; `read` gives what it shows, or nothing while that is not known. */
 function follow(widget, read) {
-  widgets.push(() => widget.follow(...read()));
+  widgets.push(() => {
+    const shown = read();
+    if (shown) widget.follow(...shown);
+  });
   return widget.node;
 }
 
-const fieldChoices = (field, values) => choices?.fields[field] ?? ANY(values ?? [plan(field)]);
-const degree = (field, label, text, most = 6) => follow(chips(label, about("plan", field), choose(`plan.${field}`), { text, most }), () => [fieldChoices(field), plan(field)]);
-const word = (field, label, text) => follow(words(label, about("plan", field), choose(`plan.${field}`), { text }), () => [fieldChoices(field), plan(field)]);
+/** The field at a path: a widget with what is offered for it now; `read` gives its value. */
+function knob(path, label, { widget = chips, read = () => now(path), ...options } = {}) {
+  const offered = () => choices?.fields[path.replace("plan.", "")] ?? choices?.sizes[path] ?? ANY([read()]);
+  return follow(widget(label, about(path), choose(path), options), () => [offered(), read()]);
+}
+
+const degree = (field, label, text, most = 6) => knob(`plan.${field}`, label, { text, most });
+const word = (field, label, text) => knob(`plan.${field}`, label, { widget: words, text });
 /** A field that is shown only where the server offers values for it: elsewhere it has no effect. */
 const where = (field, node) => when(() => choices?.fields[field], node);
-const flag = (field, label, show = () => ({})) => follow(check(label, about("plan", field), (value) => apply({ [`plan.${field}`]: value })), () => [plan(field), show()]);
-const sizeOf = (path, read) => [choices?.sizes[path] ?? ANY([read()]), read()];
-const sized = (path, label, read, text) => follow(chips(label, about(...path.split(".")), choose(path), { text, most: 5, number: true }), () => sizeOf(path, read));
+const flag = (field, label, show = () => ({})) => follow(check(label, about(`plan.${field}`), (value) => apply({ [`plan.${field}`]: value })), () => [now(`plan.${field}`), show()]);
+/** A size of the work, of which any number may be typed. */
+const size = (path, label, read) => knob(path, label, { read, text: format.whole, most: 5, number: true });
 
 const gpus = () => state.at("cluster.gpus") ?? choices?.world ?? 0;
 const hasSequence = () => !choices || "workload.seq" in choices.sizes;
-const ofWorkload = (field, label, widget = words) => follow(widget(label, about("workload", field), choose(`workload.${field}`), {}), () => sizeOf(`workload.${field}`, () => workload(field)));
-const ofAdapter = (field, label, widget = chips, text = String) => when(() => adapter("rank"), follow(widget(label, about("adapter", field), choose(`adapter.${field}`), { text }), () => sizeOf(`adapter.${field}`, () => adapter(field))));
 /** A node that is shown only where a condition holds. */
 function when(condition, node) {
   widgets.push(() => { node.hidden = !condition(); });
   return node;
 }
+
+const adapted = (node) => when(() => now("adapter.rank"), node);
 
 /** The knobs that decide most, above the result: every value with its effect. */
 function knobs() {
@@ -115,31 +121,31 @@ function knobs() {
   const cluster = picker("Cluster", (name) => mendAfter({ cluster: { extends: name, gpus: gpus() || 8 } }));
   return h("div", { class: "knobs" },
     follow(model, () => [catalog.models, nameOf(state.get().model)]), follow(cluster, () => [catalog.clusters, nameOf(state.get().cluster)]),
-    presets(), h("div", { class: "field drop" }, files.picker("Open files"), h("small", null, "or drop them anywhere")), when(() => plan("pp") > 1, word("schedule", "Pipeline schedule")), ofWorkload("precision", "Precision", chips), when(() => plan("pp") > 1, degree("virtual", "Stages per rank, virtual", undefined, 4)),
-    sized("cluster.gpus", "GPUs", gpus, format.whole), sized("workload.batch", "Global batch, samples", () => workload("batch"), format.whole),
-    when(hasSequence, sized("workload.seq", "Sequence, tokens", () => workload("seq"), format.whole)), degree("zero", "ZeRO stage"), degree("recompute", "Recompute"),
+    presets(), h("div", { class: "field drop" }, files.picker("Open files"), h("small", null, "or drop them anywhere")), when(() => now("plan.pp") > 1, word("schedule", "Pipeline schedule")), knob("workload.precision", "Precision"), when(() => now("plan.pp") > 1, degree("virtual", "Stages per rank, virtual", undefined, 4)),
+    size("cluster.gpus", "GPUs", gpus), size("workload.batch", "Global batch, samples"),
+    when(hasSequence, size("workload.seq", "Sequence, tokens")), degree("zero", "ZeRO stage"), degree("recompute", "Recompute"),
     degree("tp", "Tensor parallel, tp"), degree("pp", "Pipeline stages, pp"), degree("cp", "Context parallel, cp"),
     when(() => (choices?.fields.ep?.length ?? 1) > 1, degree("ep", "Expert parallel, ep")),
     degree("microbatch", "Micro-batch, samples"),
-    when(() => choices?.sizes["workload.imbalance"], ofWorkload("imbalance", "Expert imbalance: busiest rank over the mean", chips)),
-    ofAdapter("rank", "Adapters (LoRA), rank"), ofAdapter("base", "Frozen base"),
-    ofAdapter("targets", "Adapted matrices", words, (v) => v.join(", ") || "as PEFT does"));
+    when(() => choices?.sizes["workload.imbalance"], knob("workload.imbalance", "Expert imbalance: busiest rank over the mean")),
+    adapted(knob("adapter.rank", "Adapters (LoRA), rank")), adapted(knob("adapter.base", "Frozen base")),
+    adapted(knob("adapter.targets", "Adapted matrices", { widget: words, read: () => [now("adapter.targets")].flat(), text: (v) => v.join(", ") || "as PEFT does" }))); // a file may have one name instead of a list
 }
 
 function workloadSection() {
   const stack = words("Training stack", "how the framework behaves: launches, fusion, overlap", (c) => mendAfter({ stack: c.value }));
-  const tokens = entry("Token budget, such as 15T", about("workload", "tokens"), (value, fail) => mendAfter({ "workload.tokens": value ?? 0 }, fail), { type: "text", placeholder: "none" });
-  const perStep = () => (hasSequence() ? `${format.count(workload("batch") * workload("seq"))} tokens` : `${format.count(workload("batch"))} samples`);
+  const tokens = entry("Token budget, such as 15T", about("workload.tokens"), (value, fail) => mendAfter({ "workload.tokens": value ?? 0 }, fail), { type: "text", placeholder: "none" });
+  const perStep = () => (hasSequence() ? `${format.count(now("workload.batch") * now("workload.seq"))} tokens` : `${format.count(now("workload.batch"))} samples`);
   return section("Workload and stack", () => `${perStep()} per step`,
     follow(stack, () => [ANY(catalog.stacks.map((s) => s.name)), nameOf(state.get().stack)]),
-    h("div", { class: "pair" }, ofWorkload("optimizer", "Optimizer"), ofWorkload("scaling", "fp8 scales"), follow(tokens, () => [workload("tokens") || ""])));
+    h("div", { class: "pair" }, knob("workload.optimizer", "Optimizer", { widget: words }), knob("workload.scaling", "fp8 scales", { widget: words }), follow(tokens, () => [now("workload.tokens") || ""])));
 }
 
 /** What trains: everything, or low-rank adapters over a frozen base. Their other knobs follow once there is a rank. */
 function adapterSection() {
-  const ranks = () => [...new Set([0, 8, 16, 64, adapter("rank")])].sort((a, b) => a - b);
-  const rank = chips("Rank of adapters (LoRA)", about("adapter", "rank"), (c, fail) => mendAfter(c.value ? { "adapter.rank": c.value } : { adapter: {} }, fail), { text: (v) => (v ? String(v) : "none") });
-  return section("Fine-tuning", () => (adapter("rank") ? `adapters of rank ${adapter("rank")}` : "all parameters train"), follow(rank, () => [ANY(ranks()), adapter("rank")]));
+  const ranks = () => [...new Set([0, 8, 16, 64, now("adapter.rank")])].sort((a, b) => a - b);
+  const rank = chips("Rank of adapters (LoRA)", about("adapter.rank"), (c, fail) => mendAfter(c.value ? { "adapter.rank": c.value } : { adapter: {} }, fail), { text: (v) => (v ? String(v) : "none") });
+  return section("Fine-tuning", () => (now("adapter.rank") ? `adapters of rank ${now("adapter.rank")}` : "all parameters train"), follow(rank, () => [ANY(ranks()), now("adapter.rank")]));
 }
 
 function planSection() {
@@ -148,13 +154,13 @@ function planSection() {
     return follow(box, () => [overlaps().includes(axis)]);
   });
   const stackOverlap = () => catalog.stacks.find((s) => s.name === nameOf(state.get().stack))?.overlap ?? ["dp"];
-  const overlaps = () => plan("overlap") ?? stackOverlap();
+  const overlaps = () => now("plan.overlap") ?? stackOverlap();
   const needs = (test, why) => () => ({ disabled: !test(), why });
-  const layers = entry("Layers of each stage, such as 7, 9, 9, 7", about("plan", "layers_per_stage"), (value) => apply({ "plan.layers_per_stage": (value?.match(/\d+/g) ?? []).map(Number) }), { type: "text", placeholder: "as even as possible" });
-  const stageLayers = follow(layers, () => [[plan("layers_per_stage")].flat().join(", ")]);
-  when(() => plan("pp") > 1, stageLayers);
+  const layers = entry("Layers of each stage, such as 7, 9, 9, 7", about("plan.layers_per_stage"), (value) => apply({ "plan.layers_per_stage": (value?.match(/\d+/g) ?? []).map(Number) }), { type: "text", placeholder: "as even as possible" });
+  const stageLayers = follow(layers, () => [[now("plan.layers_per_stage")].flat().join(", ")]);
+  when(() => now("plan.pp") > 1, stageLayers);
   return section("Plan", () => `${format.whole(choices?.world ?? gpus())} GPUs`,
-    flag("sp", "Sequence parallel, sp", needs(() => plan("tp") > 1, "(needs tp above 1)")),
+    flag("sp", "Sequence parallel, sp", needs(() => now("plan.tp") > 1, "(needs tp above 1)")),
     degree("shard", "Data parallel, sharded"), degree("replicate", "Data parallel, replicated"),
     when(() => (choices?.fields.ep?.length ?? 1) > 1, degree("expert_tp", "Tensor parallel inside experts (0: tp)")), stageLayers,
     h("details", null, h("summary", null, "Dtypes, overlap, and more"), h("div", { class: "fields-inner" },
@@ -168,7 +174,7 @@ function planSection() {
       where("compression_rank", degree("compression_rank", "Rank of PowerSGD")), where("compression_threshold", degree("compression_threshold", "Threshold, × root mean square")),
       where("order", word("order", "Order of the axes, fastest first", (v) => v.join(", ") || "the stack’s")), word("offload", "Offload to the host"),
       word("cp_kind", "Context parallelism"), word("tp_form", "Tensor-parallel form"), word("reduce", "Reduce gradients"),
-      flag("prefetch", "ZeRO-3: prefetch the next layer", needs(() => plan("zero") === 3, "(needs ZeRO-3)")), flag("reshard", "ZeRO-3: free weights after forward", needs(() => plan("zero") === 3, "(needs ZeRO-3)")))));
+      flag("prefetch", "ZeRO-3: prefetch the next layer", needs(() => now("plan.zero") === 3, "(needs ZeRO-3)")), flag("reshard", "ZeRO-3: free weights after forward", needs(() => now("plan.zero") === 3, "(needs ZeRO-3)")))));
 }
 
 function presets() {
@@ -196,7 +202,7 @@ export async function begin(element) {
     form.replaceChildren(refusal(error.error), h("button", { type: "button", onclick: () => begin(clear(form)) }, "Try again"));
     return;
   }
-  const all = h("details", { id: "all-settings" }, h("summary", null, "All settings, own model and own cluster"), h("div", { class: "sections" }, section("Model", () => nameOf(state.get().model), ownModel(state, catalog, () => choices?.model, mendAfter, widgets)), section("Cluster", () => nameOf(state.get().cluster), ownCluster(state, catalog, mendAfter, widgets)), workloadSection(), planSection(), adapterSection()));
+  const all = h("details", { id: "all-settings" }, h("summary", null, "All settings, own model and own cluster"), h("div", { class: "sections" }, section("Model", () => nameOf(state.get().model), ownModel(catalog, () => choices?.model, mendAfter, follow)), section("Cluster", () => nameOf(state.get().cluster), ownCluster(catalog, mendAfter, follow)), workloadSection(), planSection(), adapterSection()));
   files.begin(gpus, mendAfter);
   form.append(problems, knobs(), all);
   show();

@@ -9,7 +9,7 @@ let owner = null;
 
 function place(target, event) {
   const box = target.getBoundingClientRect();
-  const pointer = event && event.clientX !== undefined && event.type !== "focus";
+  const pointer = event && event.clientX !== undefined && !event.type.startsWith("focus");
   const x = pointer ? event.clientX : box.left + box.width / 2;
   const y = pointer ? event.clientY : box.top;
   const width = tip.offsetWidth, height = tip.offsetHeight, edge = 8;
@@ -43,19 +43,29 @@ export function hide() {
   owner = null;
 }
 
+const texts = new WeakMap(); // by element
+const under = (event) => event.target.closest?.(".has-tip");
+
 /** Give `element` a tooltip: on hover, and on focus (it becomes focusable unless `focus` is false). Returns the element. */
 export function formula(element, text, { focus = true } = {}) {
   if (!text) return element;
-  const focusable = element.matches("button, a, input, select, summary, [tabindex]");
-  if (focus && !focusable) element.setAttribute("tabindex", "0");
-  element.addEventListener("pointerenter", (event) => show(element, text, event));
-  element.addEventListener("pointermove", (event) => show(element, text, event));
-  element.addEventListener("pointerleave", hide);
-  element.addEventListener("focus", (event) => element.matches(":focus-visible") && show(element, text, event));
-  element.addEventListener("blur", hide);
+  if (focus && !element.matches("button, a, input, select, summary, [tabindex]")) element.setAttribute("tabindex", "0");
+  texts.set(element, text);
   element.classList.add("has-tip");
   return element;
 }
 
+// One listener of each kind for all of them: a drawing has hundreds.
+document.addEventListener("pointermove", (event) => {
+  const target = under(event);
+  if (target) show(target, texts.get(target), event);
+});
+for (const kind of ["pointerout", "focusout"]) {
+  document.addEventListener(kind, (event) => {
+    const target = under(event);
+    if (target && !target.contains(event.relatedTarget)) hide();
+  });
+}
+document.addEventListener("focusin", (event) => texts.has(event.target) && event.target.matches(":focus-visible") && show(event.target, texts.get(event.target), event));
 document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
 document.addEventListener("scroll", hide, { capture: true, passive: true });
