@@ -149,29 +149,22 @@ function fillOf(chart, colour, pattern) {
 }
 let serial = 0;
 
-/** One rectangle with an optional tooltip; negative sizes become zero. Options: fill, pattern, formula, focus, round, stroke, onclick. */
-export function rect(chart, x, y, width, height, { fill = "compute", pattern = null, formula: text = "", focus = true, round = 1, stroke = null, onclick = null, opacity = null } = {}) {
-  const node = svg("rect", { x, y, width: Math.max(0, width), height: Math.max(0, height), rx: round, fill: fillOf(chart, fill, pattern), stroke, onclick, opacity });
-  if (onclick) activateIn(chart, node, onclick, text);
+/** One rectangle with an optional tooltip; negative sizes become zero. Options: fill, pattern, formula, focus, round, stroke, opacity, onclick, and its accessible `name`. */
+export function rect(chart, x, y, width, height, { fill = "compute", pattern = null, formula: text = "", focus = true, round = 1, stroke = null, onclick = null, opacity = null, name = text } = {}) {
+  const node = svg("rect", { x, y, width: Math.max(0, width), height: Math.max(0, height), rx: round, fill: fillOf(chart, fill, pattern), stroke, opacity });
+  if (onclick) activate(chart, node, onclick, name);
   if (text) formula(node, text, { focus });
   chart.plot.append(node);
   return node;
 }
 
-/** Make a drawn element react to Enter and Space like a button. */
-export function activate(node, action) {
-  node.setAttribute("tabindex", "0");
-  node.setAttribute("role", "button");
-  node.classList.add("active");
-  node.addEventListener("keydown", (event) => (event.key === "Enter" || event.key === " ") && (event.preventDefault(), action(event)));
-  return node;
-}
-
-/** A mark that acts like a button makes its figure a group: the content of an image is hidden from assistive technology. */
-function activateIn(chart, node, action, name) {
+/** Make a mark react to click, Enter and Space like a button. Its figure becomes a group: the content of an image is hidden from assistive technology. */
+function activate(chart, node, action, name) {
   chart.root.setAttribute("role", "group");
-  if (typeof name === "string") node.setAttribute("aria-label", name.replace(/\n/g, "; "));
-  return activate(node, action);
+  for (const [key, value] of Object.entries({ tabindex: "0", role: "button", "aria-label": name.replace(/\n/g, "; ") })) node.setAttribute(key, value);
+  node.classList.add("active");
+  node.addEventListener("click", action);
+  node.addEventListener("keydown", (event) => (event.key === "Enter" || event.key === " ") && (event.preventDefault(), action(event)));
 }
 
 /** A dashed line across a chart at a position of one of its scales, such as a limit, with words at its end. `flat`: at a position of y. */
@@ -226,26 +219,13 @@ const SHAPES = { circle: (r) => `M${-r},0a${r},${r} 0 1,0 ${2 * r},0a${r},${r} 0
 /** Points [{ x, y, colour, shape, formula, label, onclick }]. shape: circle|square|diamond|triangle|cross. */
 export function scatter(chart, points, { x, y, colour = "compute", radius = 5, shape = "circle", focus = true } = {}) {
   return points.map((p) => {
-    const kind = p.shape ?? shape, node = svg("path", { d: SHAPES[kind](p.radius ?? radius), transform: `translate(${x(p.x).toFixed(2)},${y(p.y).toFixed(2)})`, fill: kind === "cross" ? "none" : p.colour ?? colour, stroke: p.stroke ?? (kind === "cross" ? p.colour ?? colour : "surface"), "stroke-width": kind === "cross" ? 2 : 1, class: "point", onclick: p.onclick ?? null });
-    if (p.onclick) activateIn(chart, node, p.onclick, p.formula ?? p.label);
+    const kind = p.shape ?? shape, node = svg("path", { d: SHAPES[kind](p.radius ?? radius), transform: `translate(${x(p.x).toFixed(2)},${y(p.y).toFixed(2)})`, fill: kind === "cross" ? "none" : p.colour ?? colour, stroke: p.stroke ?? (kind === "cross" ? p.colour ?? colour : "surface"), "stroke-width": kind === "cross" ? 2 : 1, class: "point" });
+    if (p.onclick) activate(chart, node, p.onclick, p.formula ?? p.label);
     if (p.formula) formula(node, p.formula, { focus });
     chart.plot.append(node);
     if (p.label) label(chart, p.label, x(p.x) + radius + 4, y(p.y), { middle: true, size: 11, halo: true });
     return node;
   });
-}
-
-/** A heat map: cells [{ x, y, share (0..1, null: empty), text, reason, formula, chosen, onclick }] on band scales { x, y }. */
-export function heatmap(chart, cells, { x, y } = {}) {
-  for (const cell of cells) {
-    const left = x(cell.x), top = y(cell.y), empty = cell.share === null || cell.share === undefined;
-    const node = rect(chart, left, top, x.width, y.width, { fill: empty ? "grid" : `color-mix(in oklab, var(--heat-high) ${Math.round(100 * cell.share)}%, var(--heat-low))`, pattern: null, formula: cell.formula, round: 3, onclick: cell.onclick ?? null });
-    if (cell.onclick) node.setAttribute("aria-label", cell.formula ?? cell.text ?? "");
-    if (cell.chosen) node.classList.add("chosen");
-    const dark = !empty && cell.share > 0.55;
-    const words = empty ? cell.reason : cell.text;
-    if (words) label(chart, words, left + x.width / 2, top + y.width / 2, { anchor: "middle", middle: true, size: empty ? 9.5 : 11, colour: empty ? "quiet" : dark ? "heat-ink-high" : "heat-ink-low" }).style.pointerEvents = "none";
-  }
 }
 
 /** A legend: items [{ label, colour, pattern, shape: "line" or that of a point, dash, value }]. Returns the list element. */
@@ -257,9 +237,6 @@ export function legend(items) {
     return h("li", null, root, h("span", null, item.label), item.value !== undefined ? h("b", null, item.value) : null);
   }));
 }
-
-/** The scale of a heat map, from its lowest to its highest value. */
-export const ramp = (low, high) => h("p", { class: "ramp" }, h("span", null, low), h("i", { "aria-hidden": "true" }), h("span", null, high));
 
 const isNumber = (column) => Boolean(column.unit) || column.align === "right";
 
@@ -308,16 +285,14 @@ export function choice(name, values, value, onchange) {
   return h("label", { class: "control" }, h("span", null, name), select);
 }
 
-/** A labelled slider with its value as text: slider("GPUs", { min, max, step, value, text(v), oninput(v) }); pass `values` for a list of stops. */
-export function slider(name, { min = 0, max = 100, step = 1, value, values = null, text = (v) => format.number(v), oninput }) {
-  const stops = values ?? null;
-  const position = stops ? Math.max(0, stops.findIndex((v) => v >= value)) : value;
+/** A labelled slider over the stops `values`, with its value as text: slider("GPUs", { values, value, text(v), oninput(v) }). */
+export function slider(name, { values, value, text = (v) => format.number(v), oninput }) {
   const output = h("output", null, text(value));
-  const at = (input) => (stops ? stops[Number(input.value)] : Number(input.value));
-  const input = h("input", { type: "range", "aria-label": name, min: stops ? 0 : min, max: stops ? stops.length - 1 : max, step: stops ? 1 : step, value: position, "aria-valuetext": text(value), oninput: () => {
-    output.textContent = text(at(input));
-    input.setAttribute("aria-valuetext", text(at(input)));
-    oninput(at(input));
+  const input = h("input", { type: "range", "aria-label": name, min: 0, max: values.length - 1, step: 1, value: Math.max(0, values.findIndex((v) => v >= value)), "aria-valuetext": text(value), oninput: () => {
+    const chosen = values[Number(input.value)];
+    output.textContent = text(chosen);
+    input.setAttribute("aria-valuetext", text(chosen));
+    oninput(chosen);
   } });
   return h("label", { class: "control" }, h("span", null, name, " ", output), input);
 }

@@ -24,16 +24,13 @@ function scaled(value, unit, digits, prefixes = PREFIXES) {
   return `${number(factor === 1 ? value : value / factor, digits)}${prefix}${unit}`;
 }
 
+const TIMES = [[86400, "days"], [3600, "h"], [1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
+
 /** Seconds: 0.08192 → "81.9 ms", 93784 → "1.09 days". */
 export function seconds(value, digits = 3) {
-  if (value === null || value === undefined || !Number.isFinite(value)) return number(value);
-  const size = Math.abs(value);
-  if (size >= 86400) return `${number(value / 86400, digits)} days`;
-  if (size >= 3600) return `${number(value / 3600, digits)} h`;
-  if (size >= 1 || size === 0) return `${number(value, digits)} s`;
-  if (size >= 1e-3) return `${number(value * 1e3, digits)} ms`;
-  if (size >= 1e-6) return `${number(value * 1e6, digits)} µs`;
-  return `${number(value * 1e9, digits)} ns`;
+  if (!value || !Number.isFinite(value)) return value === 0 ? "0 s" : number(value);
+  const [factor, unit] = TIMES.find(([least]) => Math.abs(value) >= least) ?? TIMES.at(-1);
+  return `${number(value / factor, digits)} ${unit}`;
 }
 
 /** Bytes with decimal prefixes: 6.06e12 → "6.06 TB". */

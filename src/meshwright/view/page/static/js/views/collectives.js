@@ -1,7 +1,7 @@
 // The explorer of collectives: play a program step by step, compare the algorithms by message size, see duals and the family of operations.
 
 import { curves } from "meshwright/curves.js";
-import { activate, choice, clear, figure, format, formula, h, label, legend, panel, stat, svg, table } from "meshwright/draw.js";
+import { choice, clear, figure, format, formula, h, label, legend, panel, rect, stat, svg, table } from "meshwright/draw.js";
 import { playback } from "meshwright/playback.js";
 
 const COLOURS = ["compute", "tp", "optimizer", "ep", "cp", "pp", "dp", "quiet", "bad", "host"], DASHES = [null, "7 4", "2 3", "9 3 2 3"];
@@ -148,10 +148,8 @@ export function family(element, data, context) {
   for (const o of data.operations) if (o.dual && o.name < o.dual) edge(...(PLACES[o.name][0] <= PLACES[o.dual][0] ? [o.name, o.dual] : [o.dual, o.name]), { stroke: "tp", "stroke-dasharray": "5 4" });
   for (const o of data.operations) {
     const [x, y] = at(o.name), chosen = o.name === data.operation;
-    const box = svg("rect", { x, y, width: w, height: 30, rx: 6, fill: chosen ? "accent" : "raised", stroke: "line" });
-    formula(box, `${o.name}: ${o.about}\nused for ${o.used}${o.dual ? `; dual: ${o.dual}` : ""}`, { focus: false });
-    c.plot.append(box);
-    if (context.live) { const choose = () => context.setOptions({ operation: o.name, algorithm: "" }); box.addEventListener("click", choose); activate(box, choose); box.setAttribute("aria-label", `Explore ${o.name}`); }
+    const choose = context.live ? () => context.setOptions({ operation: o.name, algorithm: "" }) : null;
+    rect(c, x, y, w, 30, { fill: chosen ? "accent" : "raised", stroke: "line", round: 6, focus: false, name: `Explore ${o.name}`, onclick: choose, formula: `${o.name}: ${o.about}\nused for ${o.used}${o.dual ? `; dual: ${o.dual}` : ""}` });
     label(c, o.name, x + w / 2, y + 15, { anchor: "middle", middle: true, size: w < 110 ? 10.5 : 12, colour: chosen ? "accent-ink" : "ink" }).style.pointerEvents = "none";
   }
 }

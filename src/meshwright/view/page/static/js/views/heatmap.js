@@ -1,6 +1,6 @@
 // The tp × pp heat map: the fastest plan of every pair of degrees; pairs without a plan are labelled with the reason.
 
-import { axis, band, figure, format, h, heatmap, panel, ramp } from "meshwright/draw.js";
+import { axis, band, figure, format, h, label, panel, rect } from "meshwright/draw.js";
 
 export const view = {
   title: "Tensor × pipeline parallelism",
@@ -20,12 +20,14 @@ function chart(element, data, context) {
   axis(c, x, "bottom", { label: "tensor-parallel degree (tp)" });
   axis(c, y, "left", { label: "pipeline stages (pp)" });
   const rates = data.cells.filter((cell) => cell.fits).map((cell) => cell.tokens_per_s), low = Math.min(...rates), high = Math.max(...rates);
-  element.append(ramp(`${format.count(low)} ${data.unit}/s`, `${format.count(high)} ${data.unit}/s, the fastest`));
-  heatmap(c, data.cells.map((cell) => ({
-    x: String(cell.tp), y: String(cell.pp), share: cell.fits ? (high > low ? (cell.tokens_per_s - low) / (high - low) : 1) : null,
-    text: side > 36 ? format.count(cell.tokens_per_s, side > 46 ? 3 : 2) : "", reason: side > 34 ? cell.label : "", formula: cell.formula || cell.reason,
-    chosen: cell.tp === data.mine.tp && cell.pp === data.mine.pp,
-    onclick: cell.fits && context.live ? () => context.set("plan", cell.plan) : null,
-  })), { x, y });
+  const rate = (value) => `${format.count(value)} ${data.unit}/s`;
+  element.append(h("p", { class: "ramp" }, h("span", null, rate(low)), h("i", { "aria-hidden": "true" }), h("span", null, `${rate(high)}, the fastest`)));
+  for (const cell of data.cells) {
+    const left = x(String(cell.tp)), top = y(String(cell.pp)), share = high > low ? (cell.tokens_per_s - low) / (high - low) : 1;
+    const node = rect(c, left, top, x.width, y.width, { fill: cell.fits ? `color-mix(in oklab, var(--heat-high) ${Math.round(100 * share)}%, var(--heat-low))` : "grid", formula: cell.formula || cell.reason, round: 3, onclick: cell.fits && context.live ? () => context.set("plan", cell.plan) : null });
+    if (cell.tp === data.mine.tp && cell.pp === data.mine.pp) node.classList.add("chosen");
+    const words = cell.fits ? (side > 36 ? format.count(cell.tokens_per_s, side > 46 ? 3 : 2) : "") : side > 34 ? cell.label : "";
+    if (words) label(c, words, left + x.width / 2, top + y.width / 2, { anchor: "middle", middle: true, size: cell.fits ? 11 : 9.5, colour: !cell.fits ? "quiet" : share > 0.55 ? "heat-ink-high" : "heat-ink-low" }).style.pointerEvents = "none";
+  }
   element.append(h("p", { class: "sentence" }, `Numbers: tokens per second, ${format.count(low)} to ${format.count(high)}. Outlined: this plan, tp ${data.mine.tp} × pp ${data.mine.pp}.`));
 }

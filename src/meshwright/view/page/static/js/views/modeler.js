@@ -10,11 +10,11 @@ export const view = {
   sentence: "A pipeline by its few numbers. A published tool shows the same inputs; its values stand next to the corrected ones.",
   draw(element, data, context) {
     const i = data.inputs, set = (key) => (value) => context.setOptions({ [key]: value });
-    const powers = (from, to) => Array.from({ length: to - from + 1 }, (_, k) => 2 ** (k + from));
+    const upTo = (most) => Array.from({ length: most }, (_, k) => k + 1), powers = (from, to) => upTo(to - from + 1).map((k) => 2 ** (k + from - 1));
     const inputs = h("div", { class: "controls grid" },
-      slider("Stages", { min: 1, max: 64, value: i.stages, text: format.whole, oninput: set("stages") }),
+      slider("Stages", { values: upTo(64), value: i.stages, text: format.whole, oninput: set("stages") }),
       slider("Micro-batches", { values: [...new Set([...powers(0, 9), 6, 12, 24, 48, 96, i.microbatches])].sort((a, b) => a - b), value: i.microbatches, text: format.whole, oninput: set("microbatches") }),
-      slider("Layers per stage", { min: 1, max: 100, value: i.layers, text: format.whole, oninput: set("layers") }),
+      slider("Layers per stage", { values: upTo(100), value: i.layers, text: format.whole, oninput: set("layers") }),
       slider("Tokens per micro-batch", { values: powers(8, 17), value: i.tokens, text: format.whole, oninput: set("tokens") }),
       number("Hidden size", i.hidden, 1, 65536, true, set("hidden")),
       slider("Tensor-parallel ranks", { values: powers(0, 6), value: i.tp, text: format.whole, oninput: set("tp") }),
