@@ -41,9 +41,9 @@ class Efficiency(Described):
     """ramp of any kernel"""
     flash: float = Field(default=0.25, gt=0, le=1)
     """flash attention, forward and backward, head dim 128"""
-    fused: float = Field(default=0.39, gt=0, le=1)
+    fused: float = Field(default=0.47, gt=0, le=1)
     """the vendor's fused attention"""
-    memory: float = Field(default=0.80, gt=0, le=1)
+    memory: float = Field(default=0.77, gt=0, le=1)
     """elementwise kernels, of memory bandwidth"""
     tile: float = Field(default=128.0, ge=1)
     """a smaller dimension of a product costs as much; 1 on CPUs"""
