@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import meshwright as mw
 from meshwright.describe import catalog, legality
 from meshwright.describe.config import Config
 from meshwright.describe.legality import Case
@@ -174,3 +175,13 @@ def test_settings_of_torchtitan_03_are_a_function() -> None:
     text = framework.python(settings)
     compile(text, "settings.py", "exec")
     assert "model_registry('8B')" in text
+
+
+def test_a_recompute_that_settings_cannot_state_is_reported():
+    """A regression: without a policy of recompute, the Python settings of torchtitan 0.3 raised a KeyError, on the page a status of 500."""
+    config = mw.load(
+        "llama3-8b", cluster="dgx-h100", gpus=8, set=["plan.shard=8", "plan.zero=3", "plan.recompute=auto"]
+    )
+    written = settings_of(config, FRAMEWORKS["torchtitan-0.3"])
+    assert "plan.recompute" in written.inexpressible
+    assert "config.activation_checkpoint" not in written.text

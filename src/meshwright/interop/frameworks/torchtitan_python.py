@@ -43,7 +43,8 @@ def program_text(settings: Settings) -> str:
     """A Python module with the function `plan`, for `--module settings --config plan`."""
     fields: dict[str, Any] = dict(settings)
     name, flavor = fields.pop("model_spec.name"), fields.pop("model_spec.flavor")
-    policy, converter = fields.pop("activation_checkpoint"), fields.pop("model_spec.converters", None)
+    # A recompute that the settings cannot state, such as auto, leaves torchtitan's own.
+    policy, converter = fields.pop("activation_checkpoint", ""), fields.pop("model_spec.converters", None)
     compiled = bool(fields.get("compile.enable"))
     imports = [
         f"from torchtitan.models.{name} import model_registry",
@@ -53,13 +54,13 @@ def program_text(settings: Settings) -> str:
     if converter:
         imports.insert(0, f"from torchtitan.components.quantization import {converter}")
         arguments += f", converters=[{converter}.Config(model_compile_enabled={compiled})]"
-    if policy != "None":
+    if policy not in ("", "None"):
         imports.insert(0, f"from torchtitan.distributed.activation_checkpoint import {policy}")
     lines = [
         f"config = {STARTS[name]}()",
         f"config.model_spec = model_registry({arguments})",
         "config.loss.loss_fn.global_vocab_size = config.model_spec.model.vocab_size",
-        f"config.activation_checkpoint = {'None' if policy == 'None' else policy + '.Config()'}",
+        *([f"config.activation_checkpoint = {'None' if policy == 'None' else policy + '.Config()'}"] if policy else []),
         *(f"config.{key} = {value!r}" for key, value in fields.items()),
         *(['config.compile.components = ["model", "loss"]'] if compiled else []),
         "return config",
