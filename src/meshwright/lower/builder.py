@@ -201,7 +201,8 @@ class BlockBuilder:
     def accumulate(self, name: str, part: str, weights: Array, launches: float) -> None:
         """Add the gradient of `weights` numbers to the sum over micro-batches. torch's kernel for two dtypes reads number by number. A loss that is
         computed in chunks sums the gradient of its weight in 32 bits, and scales it at the end."""
-        e, wide = self.element, self.b.grad_bytes
+        e: Array = self.element
+        wide = self.b.grad_bytes
         if name == "logits" and np.any(self.b.fuses_loss):
             self.memory("W", f"{name}-scale", part, weights, 8.0 * self.b.fuses_loss, 1)
             e = np.where(self.b.fuses_loss, 4.0, e)
