@@ -194,10 +194,23 @@ def test_measured_loads_give_the_busiest_rank_of_each_plan():
 )
 def test_full_recompute_runs_forward_a_second_time(model, block):
     """The products of forward a second time: 33% more than forward and backward."""
-    program = lowered(model, tp=2, recompute="full")
+    program = lowered(model, tp=2, recompute="full", stack=Stack(early_stop=False))
     assert flops(program, block, "R") == pytest.approx(flops(program, block, "F"))
     assert flops(program, block, "R") / flops(program, block, "FIW") == pytest.approx(1 / 3)
     assert flops(lowered(model, tp=2), block, "R") == 0
+
+
+def test_a_recompute_that_stops_early_leaves_the_last_product_out():
+    """Backward needs its input only. A dropout, a norm or an activation after it needs its result, and so do the weights of routed experts."""
+
+    def spared(model, block):
+        program = lowered(model, tp=2, recompute="full")
+        return flops(program, block, "F") - flops(program, block, "R")
+
+    assert spared(GQA, "dense") == pytest.approx(2 * TOKENS * GQA.hidden * GQA.ffn / 2)
+    cases = ((GPT, "dense"), (GQA.but(norms_per_layer=4), "dense"), (MLP, "dense"), (MOE, "moe"), (MLA, "moe"))
+    for model, block in cases:
+        assert spared(model, block) == 0
 
 
 @pytest.mark.parametrize(

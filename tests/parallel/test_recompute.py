@@ -3,10 +3,12 @@
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import ranks
 from meshwright.cost.memory import memory
@@ -64,6 +66,26 @@ def test_gradients_are_bitwise_those_without_recompute(mode):
         net(ids).square().sum().backward()
         results.append([p.grad for p in net.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def product_flops(plan):
+    """FLOPs of matrix products in one forward and backward on one device."""
+    model, ids = network(plan), torch.arange(16).reshape(2, 8)
+    with FlopCounterMode(display=False) as counter:
+        model(ids).square().sum().backward()
+    return sum(n for op, n in counter.get_flop_counts()["Global"].items() if op is torch.ops.aten.mm)
+
+
+def test_full_recompute_repeats_all_products_of_a_layer_but_the_last():
+    """Torch ends the rerun at the last tensor that backward needs: the input of the down projection."""
+    plans = [Plan(microbatch=2, recompute=mode) for mode in ("none", "full")]
+    without, whole = map(product_flops, plans)
+    program = step_program(MODEL, plans[1], WORKLOAD, Stack())
+    again = sum(op.count * op.flops for phase, op in program.ops("dense") if phase == "R" and op.kind == "gemm")
+    assert whole - without == pytest.approx(MODEL.layers * float(np.broadcast_to(again, 1)[0]))
+    megatron = step_program(MODEL, plans[1], WORKLOAD, Stack(early_stop=False))
+    more = sum(op.count * op.flops for phase, op in megatron.ops("dense") if phase == "R" and op.kind == "gemm")
+    assert float(np.broadcast_to(more - again, 1)[0]) == pytest.approx(2 * 16 * MODEL.hidden * MODEL.ffn)
 
 
 def test_saved_bytes_fall_as_predicted():

@@ -313,28 +313,43 @@ class LayerLowering(BlockBuilder):
         """Add what backward recomputes: all of forward under `full`, the attention core under `selective` (or, by the stack, everything but
         the core and every second product).
 
-        Where the stack stops early, two exchanges are not repeated. Forward is rerun only until backward has what it needs, so the
-        exchange after the `last` product is left out (unless a norm after it needs its result); and the input that is gathered for the
-        rerun is the one that the gradients of the weights would have gathered. Modules of `Stack.reruns` are repeated in backward itself.
+        Where the stack stops early, forward is rerun only until backward has what it needs: not the `last` exchange nor the product before it
+        (unless a norm or a dropout after them needs their result). And the input that is gathered for the rerun is the one that the
+        gradients of the weights would have gathered. Modules of `Stack.reruns` are repeated in backward itself.
         """
         full, selective = (self.b.recompute == 2) * 1.0, (self.b.recompute == 1) * 1.0
         spared = {op.name.removesuffix("-again") for op in self.phases["W"] if op.name.endswith("-in-again")}
-        if not self.m.norms_outputs or self.m.kind == "mlp":
+        ends_early = self.b.stack.early_stop and (not self.m.norms_outputs or self.m.kind == "mlp")
+        if ends_early:
             spared.add(last)
+        needless = self._after_the_last_input() if ends_early and not self.m.dropout else []
         by_operator, products = self.b.stack.selective == "operators", 0
         for op in self.phases["F"]:
-            if self.b.stack.early_stop and op.axis == "tp" and op.name in spared:
-                continue
             core = op.name in ("core", "scores", "softmax", "values", "tiles", "tile-softmax")
             products += op.kind == "gemm" and not core
+            if self.b.stack.early_stop and op.axis == "tp" and op.name in spared:
+                continue
             is_saved = core or op.collective == "reduce_scatter" or (op.kind == "gemm" and products % 2 == 1)
-            reruns = full + (selective if (not is_saved if by_operator else core) else 0.0)
+            whole = 0.0 if op in needless else full
+            reruns = whole + (selective if (not is_saved if by_operator else core) else 0.0)
             if present(reruns):
                 self.phases["R"].append(self._rerun(op, reruns))
             if any(
                 op.name.startswith(names) or op.part in parts for names, parts in map(MODULES.get, self.b.stack.reruns)
             ):
                 self.phases["I"].append(self._rerun(op, 1.0 - full))
+
+    def _after_the_last_input(self) -> list[Op]:
+        """The operations of forward after the input of the last product, where nothing but a residual reads its result: backward needs the inputs of
+        products. Routed experts are weighted after their last product."""
+        forward = self.phases["F"]
+        products = [i for i, op in enumerate(forward) if op.kind == "gemm"]
+        if not products or forward[products[-1]].part not in ("ffn", "attention", "linear"):
+            return []
+        product, *tail = forward[products[-1] :]
+        residual = [op for op in tail if op.name.endswith("-residual")]
+        others = [op for op in tail if op.kind != "collective" and not op.name.startswith(product.name)]
+        return [product, *residual] if others == residual else []
 
     @staticmethod
     def _rerun(op: Op, reruns: Array) -> Op:
