@@ -322,7 +322,7 @@ class LayerLowering(BlockBuilder):
         ends_early = self.b.stack.early_stop and (not self.m.norms_outputs or self.m.kind == "mlp")
         if ends_early:
             spared.add(last)
-        needless = self._after_the_last_input() if ends_early and not self.m.dropout else []
+        needless = self._after_the_last_input() if ends_early and not self.m.dropout else set()
         by_operator, products = self.b.stack.selective == "operators", 0
         for op in self.phases["F"]:
             core = op.name in ("core", "scores", "softmax", "values", "tiles", "tile-softmax")
@@ -330,7 +330,7 @@ class LayerLowering(BlockBuilder):
             if self.b.stack.early_stop and op.axis == "tp" and op.name in spared:
                 continue
             is_saved = core or op.collective == "reduce_scatter" or (op.kind == "gemm" and products % 2 == 1)
-            whole = 0.0 if op in needless else full
+            whole = 0.0 if op.name in needless else full
             reruns = whole + (selective if (not is_saved if by_operator else core) else 0.0)
             if present(reruns):
                 self.phases["R"].append(self._rerun(op, reruns))
@@ -339,17 +339,17 @@ class LayerLowering(BlockBuilder):
             ):
                 self.phases["I"].append(self._rerun(op, 1.0 - full))
 
-    def _after_the_last_input(self) -> list[Op]:
-        """The operations of forward after the input of the last product, where nothing but a residual reads its result: backward needs the inputs of
-        products. Routed experts are weighted after their last product."""
+    def _after_the_last_input(self) -> set[str]:
+        """The names of the operations of forward after the input of the last product, where nothing but a residual reads its result: backward
+        needs the inputs of products. Routed experts are weighted after their last product."""
         forward = self.phases["F"]
         products = [i for i, op in enumerate(forward) if op.kind == "gemm"]
         if not products or forward[products[-1]].part not in ("ffn", "attention", "linear"):
-            return []
+            return set()
         product, *tail = forward[products[-1] :]
-        residual = [op for op in tail if op.name.endswith("-residual")]
-        others = [op for op in tail if op.kind != "collective" and not op.name.startswith(product.name)]
-        return [product, *residual] if others == residual else []
+        residual = {op.name for op in tail if op.name.endswith("-residual")}
+        others = {op.name for op in tail if op.kind != "collective" and not op.name.startswith(product.name)}
+        return {product.name, *residual} if others == residual else set()
 
     @staticmethod
     def _rerun(op: Op, reruns: Array) -> Op:
