@@ -206,7 +206,7 @@ class BlockBuilder:
         if name == "logits" and np.any(self.b.fuses_loss):
             self.memory("W", f"{name}-scale", part, weights, 8.0 * self.b.fuses_loss, 1)
             e = np.where(self.b.fuses_loss, 4.0, e)
-        passes = (e + 2 * wide) * np.where((self.b.zero == 0) & (wide != e), MIXED_DTYPES, 1.0)
+        passes = (e + 2 * wide) * np.where(wide != e, MIXED_DTYPES, 1.0)
         self.memory("W", f"{name}-accumulate", part, weights, passes, launches)
 
     def product(
