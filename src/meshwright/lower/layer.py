@@ -334,9 +334,8 @@ class LayerLowering(BlockBuilder):
             reruns = whole + (selective if (not is_saved if by_operator else core) else 0.0)
             if present(reruns):
                 self.phases["R"].append(self._rerun(op, reruns))
-            if any(
-                op.name.startswith(names) or op.part in parts for names, parts in map(MODULES.get, self.b.stack.reruns)
-            ):
+            reran = (MODULES[module] for module in self.b.stack.reruns)
+            if any(op.name.startswith(names) or op.part in parts for names, parts in reran):
                 self.phases["I"].append(self._rerun(op, 1.0 - full))
 
     def _after_the_last_input(self) -> set[str]:

@@ -166,12 +166,13 @@ def _stack(c: PublishedRun) -> Stack:
     if c.row["graphs"]:  # the settings of the recipe are known
         graphs = () if c.row["graphs"] == "none" else tuple(c.row["graphs"].split())
         fused = (*stack.fused, *c.row["fused"].split())
-        known = {
-            "fused": fused,
-            "reruns": tuple(c.row["recompute_modules"].split()),
-            "wide_layers": integer(c.row["wide_layers"]),
-        }
-        stack = stack.but(graphs=graphs, dispatch=c.row["dispatch"] or stack.dispatch, **known)
+        stack = stack.but(
+            graphs=graphs,
+            dispatch=c.row["dispatch"] or stack.dispatch,
+            fused=fused,
+            reruns=tuple(c.row["recompute_modules"].split()),
+            wide_layers=integer(c.row["wide_layers"]),
+        )
     if c.row["file"] == BRIDGE:
         stack = stack.but(fp8_scaling="current")
     return stack
