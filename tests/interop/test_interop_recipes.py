@@ -445,10 +445,10 @@ def test_many_recipes_are_judged_on_all_cores_in_their_order(monkeypatch: pytest
 
 
 def test_slow_patterns_have_seconds() -> None:
-    """Full recompute without need, and one sequence per micro-batch where many fit; the corrected recipe is not slow."""
+    """Full recompute without need; the corrected recipe is not slow."""
     slow = {
         "training.seq_len": 2048,
-        "training.local_batch_size": 8,
+        "training.local_batch_size": 4,
         "activation_checkpoint.mode": "full",
         "compile.enable": True,
     }
@@ -456,10 +456,4 @@ def test_slow_patterns_have_seconds() -> None:
     found = judge({**row, "settings": slow})
     assert found.slow
     assert {f["code"] for f in found.findings if f.get("cost_s", 0) > 0} >= {"MW-LINT-014"}
-    assert not judge(
-        {
-            **row,
-            "settings": slow
-            | {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
-        }
-    ).slow
+    assert not judge({**row, "settings": slow | {"activation_checkpoint.mode": "none"}}).slow

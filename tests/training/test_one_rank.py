@@ -66,7 +66,7 @@ def test_one_process_is_a_rank_of_a_large_world(name, tmp_path, capsys):
     assert [row["stage"] for row in result["ranks"]] == list(range(stages))
     for row in result["ranks"]:
         assert row["step_s"] == pytest.approx(row["backward_s"] + row["closing_s"])
-        assert row["closing_s"] > 0
+        assert row["closing_s"] >= 0  # a difference of two times, which noise may hide
         assert sum(row["parts_s"].values()) > 0
         assert row["allocated_gib"] > 0
     assert result["step"]["step_time_low_s"] < result["step"]["step_time_s"] < result["step"]["step_time_high_s"]

@@ -29,7 +29,7 @@ from meshwright.planner.search.strategies import Candidate
 LARGEST_DEGREE = 64
 FEW = 4  # frames of each cell that are tried first
 CLOSE = 0.01  # a row whose bound is within this share of the best of its cell is not opened
-NEAREST = 4  # fastest cells that are searched and simulated for the first map …
+NEAREST = 6  # fastest cells that are searched and simulated for the first map …
 FIRST_EFFORT = 1_000  # … and plans costed in them
 EFFORT = 12_000  # plans costed at most: with the full search, the map takes at most 1.5 times as long as `plan`
 
