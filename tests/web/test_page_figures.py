@@ -1,5 +1,6 @@
 """The figures of plans, links, collectives and ZeRO in a real browser: each has the numbers of Python and reacts to pointer and keys."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,19 @@ def test_the_timeline_zooms_and_pans_with_keys(server: str, open_page: Open) -> 
     until(page, "document.querySelector('#view output').textContent.includes('of micro-batch 0, stage 0')")
     page.keyboard.press("f")
     until(page, "pixels() !== whole")
+
+
+def test_a_late_provisional_answer_does_not_replace_the_final_one(server: str, open_page: Open) -> None:
+    def with_late_answer(route: Any) -> None:
+        lines = [json.loads(line) for line in route.fetch().text().splitlines()]
+        lines += [{**line, "final": False, "data": {**line["data"], "note": "late"}} for line in lines if line["final"]]
+        route.fulfill(status=200, body="".join(json.dumps(line) + "\n" for line in lines))
+
+    page = open_page("about:blank", ready="")
+    page.route("**/api/views", with_late_answer)
+    page.goto(f"{server}/{fragment(view='timeline', **STATE)}")
+    settled(page)
+    assert "late" not in page.locator("#view .panel .sentence").last.inner_text()
 
 
 def test_schedules_are_chosen_and_remembered_in_the_address(server: str, open_page: Open) -> None:

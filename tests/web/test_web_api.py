@@ -12,7 +12,9 @@ import pytest
 from meshwright import api
 from meshwright.describe.config import Config, load
 from meshwright.view.page.registry import CHEAP, SEARCH, VIEWS, View
-from meshwright.web import tasks
+from meshwright.view.page.runs import RunFolders
+from meshwright.web import tasks, worker
+from meshwright.web.api import Api, Cache
 from meshwright.web.jobs import Refused, WorkerJob, WorkerPool
 from meshwright.web.serve import listen
 from web.running import CLIENT, run_async
@@ -102,6 +104,36 @@ def test_a_searched_view_is_provisional_first(monkeypatch: pytest.MonkeyPatch) -
     assert [line["final"] for line in lines] == [False, True]
     assert found == [True, False]
     assert lines[0]["data"]["searched"] < lines[1]["data"]["searched"]
+
+
+def test_quick_answers_come_from_one_worker_and_in_one_message() -> None:
+    """The timeline begins with the schedule of the plan alone: no second worker estimates the plan for it, and the page draws once."""
+    asked: dict[str, Any] = {}
+    sent: list[bytes] = []
+
+    class Pool:
+        def __init__(self, kind: str) -> None:
+            self.kind = kind
+
+        async def lines(self, task: str, body: Any, key: str) -> Any:
+            asked[self.kind] = body["steps"]
+            worker.answer(Pipe(), task, body, together=self.kind == "quick")  # type: ignore[arg-type]
+            yield sent[-2][1:]
+
+    class Pipe:
+        def send_bytes(self, message: bytes) -> None:
+            sent.append(message)
+
+    async def answered() -> list[bytes]:
+        found = Api({kind: Pool(kind) for kind in ("quick", "search")}, Cache(1 << 24), RunFolders(None))  # type: ignore[misc]
+        return [part async for part in found.view_lines({"config": PLAN_FILE, "views": ["verdict", "timeline"]})]
+
+    first, *_ = [[json.loads(line) for line in part.splitlines()] for part in run_async(answered())]
+    assert asked == {"quick": [("timeline", False), ("verdict", True)], "search": [("timeline", True)]}
+    assert [(line["view"], line["final"], len(line["data"].get("panels", ""))) for line in first] == [
+        ("timeline", False, 1),
+        ("verdict", True, 0),
+    ]
 
 
 def test_an_answer_given_before_comes_from_the_cache(server: str) -> None:

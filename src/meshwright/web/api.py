@@ -26,6 +26,7 @@ from meshwright.view.page.runs import RunFolders, RunWatch, unreadable
 from meshwright.web import dropped
 from meshwright.web.bodies import MOST_BYTES, ViewsBody, parse
 from meshwright.web.jobs import Refused, WorkerPool
+from meshwright.web.tasks import steps
 from meshwright.web.worker import to_line
 
 
@@ -214,23 +215,23 @@ class Api:
 
     async def view_lines(self, body: Json) -> Parts:
         keys = {name: view_key(body, name) for name in body["views"]}
-        missing: dict[str, list[str]] = {QUICK: [], SLOW: [], SEARCHED: []}
-        for name, key in keys.items():
-            if (known := self.cache.get(key)) is not None:
-                yield known
-            else:
-                missing[POOL_OF_VIEWS[view(name).kind]].append(name)
-        streams = [self.lines_of_pool(pool, body, names, keys) for pool, names in missing.items() if names]
+        known = {name: line for name, key in keys.items() if (line := self.cache.get(key)) is not None}
+        for line in known.values():
+            yield line
+        missing: dict[str, list[tuple[str, bool]]] = {QUICK: [], SLOW: [], SEARCHED: []}
+        for name, final in steps([name for name in keys if name not in known]):
+            missing[POOL_OF_VIEWS[view(name).kind if final else view(name).first]].append((name, final))
+        streams = [self.lines_of_pool(pool, body, asked, keys) for pool, asked in missing.items() if asked]
         async with aclosing(merged(streams)) as parts:
             async for lines in parts:
                 yield lines
 
-    async def lines_of_pool(self, pool: str, body: Json, names: list[str], keys: dict[str, str]) -> Parts:
-        """The lines of views that one pool computes, kept under their `keys`.
+    async def lines_of_pool(self, pool: str, body: Json, asked: list[tuple[str, bool]], keys: dict[str, str]) -> Parts:
+        """The lines of the `steps` of views that one pool computes; final ones are kept under their `keys`.
 
         Where the pool fails, each view that is missing gets a line with the error; bad input raises."""
-        missing = set(names)
-        request = {**body, "views": names}
+        missing = {name for name, final in asked if final}
+        request = {**body, "steps": asked}
         try:
             async with aclosing(self.pools[pool].lines("views", request, plan_key(body["config"]))) as parts:
                 async for lines in parts:

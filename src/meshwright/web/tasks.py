@@ -6,7 +6,7 @@ The functions run in worker processes. Each calls what the command of the same n
 import json
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -76,14 +76,17 @@ def show(body: Json) -> Any:
 
 
 def views(body: Json) -> Lines:
-    """The data of several views, one line each; of a searched view first a provisional line."""
+    """The data of several views, one line for each of the `steps` of the body, by default all."""
     subject = subject_of(body["config"], read_question(body.get("question") or {}))
-    options, names = body.get("options") or {}, body["views"]
+    options = body.get("options") or {}
+    for name, final in body.get("steps") or steps(body["views"]):
+        yield line(name, subject if final else subject.provisional(), options.get(name) or {}, final)
+
+
+def steps(names: Iterable[str]) -> list[tuple[str, bool]]:
+    """The answers of views in the order in which they are computed, and whether each is final: a searched view is provisional first."""
     searched = [name for name in names if view(name).kind == SEARCH]
-    for name in searched:
-        yield line(name, subject.provisional(), options.get(name) or {}, final=False)
-    for name in names:
-        yield line(name, subject, options.get(name) or {})
+    return [*((name, False) for name in searched), *((name, True) for name in names)]
 
 
 # Tasks that no route names: their bodies have the paths that `web.dropped` wrote files to.

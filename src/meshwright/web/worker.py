@@ -3,7 +3,8 @@
     request    {"task": "estimate", "body": {…}}
     answers    b"+" and lines, any number of times; then b"." (done) or b"!" and {"status", "error"}
 
-The views of the overview are sent together: they are ready within milliseconds of each other, and the page draws once instead of once for each.
+The views that follow from an estimate are sent together: they are ready within milliseconds of each other, and the page draws once instead of
+once for each.
 
 Worker processes are forked from a process that has imported everything here and imports no torch, so a new one is ready in
 milliseconds. A worker computes one request at a time and may be killed at any moment. It ends when the server has ended, also in the
@@ -15,14 +16,13 @@ import json
 import os
 import resource
 import signal
-from itertools import islice
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from meshwright.describe import plugins
 from meshwright.errors import MeshwrightError
 from meshwright.host import end_with_parent
-from meshwright.view.page.registry import OVERVIEW
 from meshwright.web import tasks
 
 LINE, DONE, FAILED = b"+", b".", b"!"
@@ -47,18 +47,15 @@ def serve(pipe: Connection, kind: str, limit_s: float, plugin_names: list[str]) 
         while True:
             request = json.loads(pipe.recv_bytes())
             signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)
-            answer(pipe, request["task"], request["body"])
+            answer(pipe, request["task"], request["body"], together=kind == "quick")
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def answer(pipe: Connection, task: str, body: Any) -> None:
-    """Send the lines of one request as they are ready, and whether it succeeded."""
-    lines = map(to_line, tasks.lines(task, body))
-    together = len(OVERVIEW.intersection(body["views"])) if task == "views" else 0
+def answer(pipe: Connection, task: str, body: Any, together: bool) -> None:
+    """Send the lines of one request as they are ready, or together, and whether it succeeded."""
+    lines: Iterable[bytes] = map(to_line, tasks.lines(task, body))
     try:
-        if together:
-            pipe.send_bytes(LINE + b"".join(islice(lines, together)))
-        for line in lines:
+        for line in [b"".join(lines)] if together else lines:
             pipe.send_bytes(LINE + line)
     except OSError:
         raise

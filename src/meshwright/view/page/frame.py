@@ -66,7 +66,8 @@ def live_page() -> tuple[str, str]:
     content = import_map(addresses)
     digest = base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode("ascii")
     frame = static_file("index.html").decode("utf-8")
-    return frame.replace(IMPORT_MAP, f'<script type="importmap">{content}</script>'), f"'sha256-{digest}'"
+    ahead = "".join(f'\n<link rel="modulepreload" href="{address}">' for address in addresses.values())  # all at once
+    return frame.replace(IMPORT_MAP, f'<script type="importmap">{content}</script>{ahead}'), f"'sha256-{digest}'"
 
 
 def offline_page(title: str, data: Json) -> str:

@@ -73,7 +73,8 @@ def timeline(e: Estimate, stage: int) -> dict[str, Any]:
 def thinned(times: np.ndarray, values: np.ndarray) -> list[list[float]]:
     """At most `MOST_POINTS` points: in each interval of a long curve its largest and its last value, so that no peak is lost."""
     if len(times) <= MOST_POINTS:
-        return [[float(t), float(v)] for t, v in zip(times, values, strict=True)]
+        points: list[list[float]] = np.column_stack((times, values)).tolist()
+        return points
     out = []
     for piece in np.array_split(np.arange(len(times)), MOST_POINTS // 2):
         top = piece[values[piece].argmax()]

@@ -2,7 +2,7 @@
 
 A view is a module of this folder with `data(subject) -> dict` and a module of the same name below `static/js/views/` that draws the data.
 `cheap` views follow from the estimate of one plan and are repainted at once; `slow` ones need many estimates; `search` views need the planner
-and appear first provisionally. Modules are imported when a view is first asked for.
+and appear first provisionally (the timeline with the schedule of the plan alone). Modules are imported when a view is first asked for.
 """
 
 import importlib
@@ -12,9 +12,10 @@ from typing import Any, Literal
 from meshwright.errors import unknown
 from meshwright.view.page.subject import Subject
 
-CHEAP: Literal["cheap"] = "cheap"
-SLOW: Literal["slow"] = "slow"
-SEARCH: Literal["search"] = "search"
+Kind = Literal["cheap", "slow", "search"]
+CHEAP: Kind = "cheap"
+SLOW: Kind = "slow"
+SEARCH: Kind = "search"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class View:
     name: str
     title: str
     module: str
-    kind: Literal["cheap", "slow", "search"] = CHEAP
+    kind: Kind = CHEAP
+    first: Kind = SEARCH  # how long a provisional answer takes
 
     def data(self, subject: Subject) -> dict[str, Any]:
         out: dict[str, Any] = importlib.import_module(self.module).data(subject)
@@ -43,11 +45,12 @@ TITLES = {
 FOLLOW_FROM_THE_ESTIMATE = (
     "verdict", "memory", "waterfall", "overlap", "roofline", "ranks", "goodput", "experts", "strategies", "modeler",
 )  # fmt: skip
-OVERVIEW = frozenset({"verdict", "memory", "waterfall"})  # the page shows them above every view of a plan
 WITHOUT_A_SEARCH = ("advice", "published", "learn")
 KINDS = dict.fromkeys(FOLLOW_FROM_THE_ESTIMATE, CHEAP) | dict.fromkeys(WITHOUT_A_SEARCH, SLOW)
+FIRST_KINDS = {"timeline": CHEAP}
 VIEWS: dict[str, View] = {
-    name: View(name, title, f"meshwright.view.page.{name}", KINDS.get(name, SEARCH)) for name, title in TITLES.items()
+    name: View(name, title, f"meshwright.view.page.{name}", KINDS.get(name, SEARCH), FIRST_KINDS.get(name, SEARCH))
+    for name, title in TITLES.items()
 }
 
 

@@ -8,28 +8,9 @@ from meshwright.view.page.subject import Subject
 
 # The order of the bars: compute, then what interrupts it, then what closes the step.
 ORDER = (
-    "embedding",
-    "attention",
-    "linear",
-    "ffn",
-    "latent",
-    "experts",
-    "shared",
-    "router",
-    "extra",
-    "norm",
-    "head",
-    "mtp",
-    "copies",
-    "recompute",
-    "interference",
-    "tp",
-    "cp",
-    "ep",
-    "pp",
-    "dp",
-    "offload",
-)
+    "embedding", "attention", "linear", "ffn", "latent", "experts", "shared", "router", "extra", "norm", "head", "mtp", "copies",
+    "recompute", "interference", "tp", "cp", "ep", "pp", "dp", "offload",
+)  # fmt: skip
 LAST = ("bubble", "host", "optimizer", "overhead")
 GROUPS = ("compute", *COMMUNICATION, "bubble", "host", "optimizer", "overhead", "offload")
 

@@ -21,16 +21,17 @@ export function lanes(element, groups, { total, label, place = {}, begin = total
     Object.assign(group, { top: top + HEAD, lane: group.lane ?? lane });
     top += HEAD + group.lanes.length * group.lane + GAP;
   }
-  const surface = () => contentWidth(element), map = h("canvas", { role: "img", "aria-label": "The whole time, and which part of it is drawn below", class: "minimap" });
+  const map = h("canvas", { role: "img", "aria-label": "The whole time, and which part of it is drawn below", class: "minimap" });
   const node = h("canvas", { role: "application", tabindex: "0", "aria-label": `${label}. ${HELP}`, "aria-describedby": `lanes-${++serial}` });
   const details = h("output", { class: "sentence", id: `lanes-${serial}` }, HELP);
   const button = (text, name, action) => h("button", { type: "button", class: "small", "aria-label": name, title: name, onclick: action }, text);
   element.append(map, node, h("div", { class: "controls lanes-controls" }, button("+", "Zoom in (w)", () => zoom(0.5)), button("−", "Zoom out (s)", () => zoom(2)), button("◀", "Earlier (a)", () => pan(-0.25)), button("▶", "Later (d)", () => pan(0.25)), button("All", "Show everything (0)", () => move(0, total)), details));
   const colours = new Map(), paintOf = (name) => colours.get(name) ?? (colours.set(name, colourOf(name)), colours.get(name));
-  const width = () => Math.max(260, Math.floor(surface())), scale = () => (width() - LEFT - RIGHT) / (place.to - place.from), at = (t) => LEFT + (t - place.from) * scale(), seconds = (px) => px / scale();
+  const width = Math.max(260, Math.floor(contentWidth(element))), across = width - LEFT - RIGHT; // the page draws again when it changes
+  const scale = () => across / (place.to - place.from), at = (t) => LEFT + (t - place.from) * scale(), seconds = (px) => px / scale();
 
   function paint() {
-    const g = prepared(node, width(), top + RULER), k = scale();
+    const g = prepared(node, width, top + RULER), k = scale();
     g.font = FONT;
     g.textBaseline = "middle";
     for (const group of groups) {
@@ -47,10 +48,10 @@ export function lanes(element, groups, { total, label, place = {}, begin = total
       g.textAlign = "start";
       g.save();
       g.beginPath();
-      g.rect(LEFT, group.top, width() - LEFT - RIGHT, height);
+      g.rect(LEFT, group.top, across, height);
       g.clip();
       g.fillStyle = paintOf("grid");
-      g.fillRect(LEFT, group.top, width(), height);
+      g.fillRect(LEFT, group.top, width, height);
       group.lanes.forEach((one, r) => spans(g, one, group.top + r * group.lane, group.lane - (group.lane > 8 ? 1.5 : 0.5), k));
       g.restore();
     }
@@ -93,7 +94,7 @@ export function lanes(element, groups, { total, label, place = {}, begin = total
 
   /** Short spans as bins that hold several of them: each has the mix of their colours, and what is idle stays empty. */
   function mixed(g, one, y, height, k, first, last) {
-    const bin = Math.max(3, Math.ceil((6 * k * (one.end[last - 1] - one.start[first])) / (last - first))), count = Math.ceil((width() - LEFT) / bin), bins = Array.from({ length: count }, () => new Map());
+    const bin = Math.max(3, Math.ceil((6 * k * (one.end[last - 1] - one.start[first])) / (last - first))), count = Math.ceil((width - LEFT) / bin), bins = Array.from({ length: count }, () => new Map());
     for (let i = first; i < last; i++) {
       const from = Math.max(0, (at(one.start[i]) - LEFT) / bin), to = Math.min(count, (at(one.end[i]) - LEFT) / bin), name = one.colour(i);
       for (let b = Math.floor(from); b < to; b++) bins[b].set(name, (bins[b].get(name) ?? 0) + Math.min(to, b + 1) - Math.max(from, b));
@@ -112,7 +113,7 @@ export function lanes(element, groups, { total, label, place = {}, begin = total
   function ruler(g, k) {
     const rough = 90 / k, power = 10 ** Math.floor(Math.log10(rough)), step = power * [1, 2, 5, 10].find((m) => m * power >= rough);
     g.textAlign = "center";
-    for (let t = Math.ceil(place.from / step) * step; t <= place.to + step * 1e-6 && at(t) < width() - 20; t += step) {
+    for (let t = Math.ceil(place.from / step) * step; t <= place.to + step * 1e-6 && at(t) < width - 20; t += step) {
       g.fillStyle = paintOf("line");
       g.fillRect(at(t), top, 1, 5);
       g.fillStyle = paintOf("quiet");
@@ -123,13 +124,13 @@ export function lanes(element, groups, { total, label, place = {}, begin = total
 
   let profile = null;
   function overview() {
-    const wide = width() - LEFT - RIGHT, g = prepared(map, width(), MAP);
+    const g = prepared(map, width, MAP);
     profile ??= busy(groups[0].lanes, total, 240);
-    const x = (t) => LEFT + (t / total) * wide;
+    const x = (t) => LEFT + (t / total) * across;
     g.fillStyle = paintOf("grid");
-    g.fillRect(LEFT, 4, wide, MAP - 10);
+    g.fillRect(LEFT, 4, across, MAP - 10);
     g.fillStyle = paintOf("hidden");
-    profile.forEach((share, b) => g.fillRect(LEFT + (b * wide) / profile.length, 4 + (MAP - 10) * (1 - share), wide / profile.length + 0.5, (MAP - 10) * share));
+    profile.forEach((share, b) => g.fillRect(LEFT + (b * across) / profile.length, 4 + (MAP - 10) * (1 - share), across / profile.length + 0.5, (MAP - 10) * share));
     g.fillStyle = paintOf("quiet");
     g.font = FONT;
     g.textAlign = "end";
@@ -147,7 +148,7 @@ export function lanes(element, groups, { total, label, place = {}, begin = total
     repaint();
   }
   const pan = (share) => move(place.from + share * (place.to - place.from), place.to + share * (place.to - place.from));
-  function zoom(factor, px = (width() + LEFT) / 2) {
+  function zoom(factor, px = (width + LEFT) / 2) {
     const t = place.from + seconds(px - LEFT);
     move(t - (t - place.from) * factor, t + (place.to - t) * factor);
   }
@@ -209,7 +210,7 @@ export function lanes(element, groups, { total, label, place = {}, begin = total
     event.preventDefault();
   }, { passive: false });
   const centre = (event) => {
-    const t = ((event.offsetX - LEFT) / (width() - LEFT - RIGHT)) * total, half = (place.to - place.from) / 2;
+    const t = ((event.offsetX - LEFT) / across) * total, half = (place.to - place.from) / 2;
     move(t - half, t + half);
   };
   map.addEventListener("pointerdown", (event) => { map.setPointerCapture(event.pointerId); centre(event); });

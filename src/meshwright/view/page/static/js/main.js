@@ -169,6 +169,8 @@ async function refresh(answered = () => {}) {
   if (!names.length) return draw();
   const options = Object.fromEntries(names.filter((name) => now.page.options[name] && !isLocal(name)).map((name) => [name, now.page.options[name]]));
   const received = (name, answer) => {
+    const before = answers.get(name);
+    if (answer.final === false && before?.final && !before.stale) return; // computed elsewhere, and late
     answers.set(name, { data: answer.data ?? null, final: answer.final !== false, error: answer.error ?? null, serial: serial++ });
     schedule();
     if (waiting.delete(name) && !waiting.size) answered();
