@@ -107,7 +107,7 @@ def test_a_written_file_is_read_back(name: str, tmp_path) -> None:
     ending = {"toml": ".toml", "yaml": ".yaml", "json": ".json", "args": ".sh"}[framework.form]
     path = tmp_path / f"settings{ending}"
     written = write_file(config, framework, path)
-    settings, args = parse(path)
+    settings, args, _ = parse(path)
     found = detect(settings, args)
     assert found is not None
     assert found.name == name

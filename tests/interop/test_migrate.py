@@ -81,13 +81,13 @@ def first_text(case: str, name: str) -> str:
 
 
 def read(text: str, framework: Framework, case: str) -> SettingsReading:
-    settings, args = parse("settings" + ENDINGS[framework.form], text)
+    settings, args, _ = parse("settings" + ENDINGS[framework.form], text)
     assert recognise(settings, args, "settings", framework) is framework
     return understand(framework, settings, args, gpus=CASES[case].gpus, model=CASES[case].model)
 
 
 def migrated(text: str, source: Framework, target: Framework, case: str, overrides: tuple[str, ...] = ()) -> Migration:
-    settings, args = parse("settings" + ENDINGS[source.form], text)
+    settings, args, _ = parse("settings" + ENDINGS[source.form], text)
     question = CASES[case]
     return migrate(source, settings, args, target, gpus=question.gpus, model=question.model, overrides=overrides)
 

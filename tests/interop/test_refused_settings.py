@@ -1,5 +1,6 @@
 """Options that a framework refuses together are flagged, and the same settings without the conflict are not."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -223,3 +224,22 @@ def test_no_option_of_any_type_raises_in_a_rule() -> None:
         options = SettingsOptions.of(dict.fromkeys(names, value), {"tp": 2, "seq": 64, "microbatch": 2, "gpus": 2})
         for rule in (*MEGATRON_RULES, *TORCH_RULES):
             rule.when(options)
+
+
+def test_deepspeed_without_zero_shards_the_states_in_bf16(tmp_path) -> None:
+    """DeepSpeed's `get_data_types` sums bf16 gradients in float32 without ZeRO, and its BF16_Optimizer shards the states; with fp16 it does not."""
+    for half, zero, grads in (("bf16", 1, "fp32"), ("fp16", 0, "bf16")):
+        file = tmp_path / "ds.json"
+        file.write_text(json.dumps({half: {"enabled": True}, "zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": 1}))
+        plan = read_settings(file, gpus=8, model="llama3-8b").plan
+        assert plan.zero == zero
+        assert half == "fp16" or plan.grad_dtype == grads
+
+
+def test_megatron_deepspeed_has_gelu_without_swiglu(tmp_path) -> None:
+    script = tmp_path / "train.sh"
+    words = "--deepspeed --zero-stage 0 --num-layers 70 --hidden-size 14336 --num-attention-heads 112 --vocab-size 250880 --seq-length 2048"
+    script.write_text(f"python pretrain_gpt.py {words}\n")
+    model = read_settings(script, gpus=384).shape.model
+    assert (model.activation, model.ffn) == ("gelu", 4 * 14336)
+    assert round(sum(model.parameters().values()) / 1e9) == 180

@@ -124,9 +124,9 @@ def reference_of(
     out: str | Path = "",
 ) -> ReferencePlan:
     """The settings of a reference for the settings in a file, and of the candidate if the model must be shrunk. `out`: where they will be written."""
-    settings, args = parse(path)
+    settings, args, script = parse(path)
     framework = recognise(settings, args, path, framework)
-    reading = with_model(framework, settings, args, gpus, model)
+    reading = with_model(framework, settings, args, gpus or (script.gpus if script else 0), model)
     raise_first(reading.errors)
     source = SourceSettings(
         Path(path), framework, reading, merged_settings(framework, settings, args), model, Path(out)

@@ -1,16 +1,14 @@
 """Settings files: TOML, JSON, YAML, or a script with command-line flags; and which framework wrote them.
 
-YAML needs PyYAML (the extra [interop]), with its safe loader only. In a script, variables that the script itself assigns are replaced
-by their values, and everything but flags is ignored.
+YAML needs PyYAML (the extra [interop]), with its safe loader only. A script is evaluated without running anything (`scripts`).
 """
 
 import json
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from meshwright.cost.scaling_laws import CHINCHILLA, DEFAULT
 from meshwright.describe import catalog
@@ -26,16 +24,13 @@ from meshwright.interop.frameworks import READABLE, framework_named
 from meshwright.interop.frameworks.torchtitan_python import program_settings
 from meshwright.interop.keys import Framework, Settings, flags, flattened
 from meshwright.interop.reading import SettingsReading, raise_first, understand
+from meshwright.interop.scripts import LEAST_KEYS, Script, read_script
 from meshwright.interop.shapes import catalog_cluster
 from meshwright.units import format_count
 from meshwright.version import install_command
 
 YAML, SCRIPTS = (".yaml", ".yml"), (".sh", ".args", ".txt", ".slurm", ".sbatch", ".bash")
 COMPUTE_OPTIMAL = "chinchilla"  # a word for the number of tokens
-LEAST_KEYS = 2  # of a framework, to recognise a file as its settings
-ASSIGNED = re.compile(
-    r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s()\"'`]+)\s*(?:#.*)?$", re.MULTILINE
-)
 WRAPPERS = ("MODEL_ARGS.", "ENV_VARS.")
 
 
@@ -44,12 +39,12 @@ def is_settings_file(path: object) -> bool:
     if not isinstance(path, str | Path) or not str(path):
         return False
     place = Path(path)
-    if place.suffix in (*YAML, *SCRIPTS):
+    if place.suffix in (*YAML, *SCRIPTS) or (not place.suffix and is_script(place)):
         return True
     if place.suffix not in (".toml", ".json") or not place.is_file():
         return False
     try:
-        document = parse(place)[0]
+        document = parse(place).settings
     except MeshwrightError:
         return False
     if place.suffix == ".toml" and {name.partition(".")[0] for name in document} <= {*SECTIONS, "extends"}:
@@ -57,22 +52,39 @@ def is_settings_file(path: object) -> bool:
     return not {"model_type", "architectures"} & set(document) and detect(document) is not None
 
 
-def parse(path: str | Path, text: str | None = None) -> tuple[dict[str, Any], list[str]]:
-    """The flat settings and the flags of a file; `text` is its content where it is known already."""
+class Parsed(NamedTuple):
+    """The flat settings and the flags of a file; of a script also its launcher."""
+
+    settings: dict[str, Any]
+    args: list[str]
+    script: Script | None = None
+
+
+def is_script(path: Path) -> bool:
+    """Whether the first line of a file names a shell."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return bool(re.match(rb"#!.*\b(ba|z|k)?sh\b", file.read(200)))
+
+
+def parse(path: str | Path, text: str | None = None) -> Parsed:
+    """The content of a settings file; `text` is its text where it is known already."""
     place = Path(path)
     text = read_text(place) if text is None else text
     if place.suffix == ".toml":
-        return flattened(parse_toml(text, str(path))), []
+        return Parsed(flattened(parse_toml(text, str(path))), [])
     if place.suffix == ".json":
-        return flattened(_table(_json(text, path), path)), []
+        return Parsed(flattened(_table(_json(text, path), path)), [])
     if place.suffix == ".py":
-        return _python(text, path), []
+        return Parsed(_python(text, path), [])
     if place.suffix in YAML:
         found = flattened(_table(_yaml(text, path), path))
         for prefix in WRAPPERS:
             found = {name.removeprefix(prefix): value for name, value in found.items()}
-        return found, []
-    return {}, script_flags(text)
+        return Parsed(found, [])
+    script = script_of(text, path)
+    return Parsed(dict(script.settings), script.args, script)
 
 
 def detect(settings: dict[str, Any], args: list[str] | None = None) -> Framework | None:
@@ -112,9 +124,9 @@ def recognise(settings: dict[str, Any], args: list[str], path: str | Path, named
 
 def read_settings(path: str | Path, *, gpus: int = 0, model: str = "", text: str | None = None) -> SettingsReading:
     """The reading of a settings file."""
-    settings, args = parse(path, text)
-    framework = recognise(settings, args, path)
-    return understand(framework, settings, args, gpus=gpus, model=model)
+    parsed = parse(path, text)
+    framework = recognise(parsed.settings, parsed.args, path)
+    return understand(framework, parsed.settings, parsed.args, gpus=gpus, model=model, script=parsed.script)
 
 
 def target_framework(name: str, file: str) -> Framework | None:
@@ -126,36 +138,17 @@ def target_framework(name: str, file: str) -> Framework | None:
     return read_settings(file).framework if is_settings_file(file) else None
 
 
-# A value of a flag: a number, or a word. Signs of the shell in it were quoted, as in a pipeline layout; a quoted command is no value.
-SHELL_VALUE = re.compile(r"-\d+(\.\d+)?|(?!-)([^<>$`=\s]+|[^()&|;<>$`=]+)")
-
-
 def script_flags(text: str) -> list[str]:
-    """The flags of a shell script or of a file of arguments, with the script's own variables replaced."""
-    values = {name: value.strip("\"'") for name, value in ASSIGNED.findall(text)}
+    """The flags of a shell script or of a file of arguments."""
+    return script_of(text).args
 
-    def replaced(found: re.Match[str]) -> str:
-        name = found[1] or found[3]
-        return values.get(name) or found[2] or ""
 
-    for _ in range(3):
-        text = re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", replaced, text)
-    signs = "();|&"
-    reader = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars=signs)
-    reader.whitespace_split = True
+def script_of(text: str, path: object = "the script") -> Script:
+    """The training command of a shell script or of a file of arguments."""
     try:
-        words = list(reader)
-    except ValueError:
-        words = text.split()
-    out: list[str] = []
-    for word in words:
-        if not word.strip(signs):
-            out.append("--")  # the end of a list of flags: what follows is no value of the last flag
-        elif word.endswith(".py") and out and not out[-1].startswith("--"):
-            out.append("--")  # the program that a launcher starts, after the launcher's flags
-        elif (word.startswith("--") and word[2:3].isalpha()) or (out and SHELL_VALUE.fullmatch(word)):
-            out.append(word)
-    return out
+        return read_script(text, lambda settings, args: max(known_keys_of(dict(settings), args).values()), os.environ)
+    except RecursionError:
+        raise MeshwrightError("MW-SET-010", f"'{path}' is nested too deeply to be read") from None
 
 
 def _json(text: str, path: object) -> Any:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 Settings = dict[str, Any]
 
+OPEN_EXPANSION = re.compile(r"\$[\w({]|`")
 LEAST_LETTERS, MOST_WRONG_LETTERS = 6, 2
 # A key that no table names matters if it speaks of one of these.
 MATTERS = re.compile(
@@ -150,6 +151,7 @@ class Understood:
     sources: dict[str, str] = field(default_factory=dict)  # fact → key
     used: dict[str, Any] = field(default_factory=dict)  # key → value, of keys that set a fact
     others: dict[str, list[str]] = field(default_factory=dict)  # kind → keys
+    open_facts: dict[str, str] = field(default_factory=dict)  # fact → key whose value the file leaves open
 
     @property
     def unknown(self) -> list[str]:
@@ -178,7 +180,10 @@ def read_facts(table: Table, settings: Mapping[str, Any]) -> Understood:
         out.used[present] = value
         spelled = value not in key.unset and (value is not None or (key.words is not None and None in key.words))
         fact = key.decode(value) if spelled else None
-        if fact is INVALID:
+        if is_open(value) and not isinstance(fact, str):
+            out.note("left open", f"{present} = {str(value)[:60]}")
+            out.open_facts[key.fact] = present
+        elif fact is INVALID:
             out.note("unknown", f"{present} = {str(value)[:60]}")
         elif fact is not None:
             out.facts[key.fact], out.sources[key.fact] = fact, present
@@ -239,6 +244,11 @@ def is_misspelling(name: str, known: str, least: int = LEAST_LETTERS) -> bool:
     parts = name[start : len(name) - end], known[start : len(known) - end]
     most = MOST_WRONG_LETTERS if len(name) >= LEAST_LETTERS else 1
     return all(len(part) <= most for part in parts)
+
+
+def is_open(value: Any) -> bool:
+    """Whether a value is an expansion that the file leaves open: `$SEQ`, `$(nproc)` or `${oc.env:SEQ}`."""
+    return isinstance(value, str) and OPEN_EXPANSION.search(value) is not None
 
 
 def plain(value: Any) -> Any:

@@ -26,6 +26,7 @@ from meshwright.interop.files import parse, recognise
 from meshwright.interop.keys import Framework
 from meshwright.interop.migrated_keys import Migration, account, names_model, value_of
 from meshwright.interop.reading import SettingsReading, merged_settings, raise_first, understand
+from meshwright.interop.scripts import Script
 from meshwright.interop.shapes import catalog_cluster, same_shape
 from meshwright.interop.write import check_runnable, form_of, settings_of
 
@@ -40,8 +41,9 @@ COPIED = ("learning_rate", "hub_model", "compiled")
 
 def migrate_file(path: str | Path, source: Framework | None, target: Framework, **options: Any) -> Migration:
     """Migrate a settings file; `source` None: the framework that the file looks like. `options` are those of `migrate`."""
-    settings, args = parse(path)
-    return migrate(recognise(settings, args, path, source), settings, args, target, **options)
+    parsed = parse(path)
+    framework = recognise(parsed.settings, parsed.args, path, source)
+    return migrate(framework, parsed.settings, parsed.args, target, script=parsed.script, **options)
 
 
 def migrate(
@@ -55,10 +57,11 @@ def migrate(
     shape: Mapping[str, Any] | None = None,
     overrides: tuple[str, ...] = (),
     out: str = "",
+    script: Script | None = None,
 ) -> Migration:
     """Write settings of `source` for `target`. `overrides` are words of --set, which change the plan before it is written."""
     form = form_of(target, out) if out else target.form
-    reading = understand(source, settings, args, gpus=gpus, model=model, shape=shape)
+    reading = understand(source, settings, args, gpus=gpus, model=model, shape=shape, script=script)
     merged = merged_settings(source, settings, args)
     refuse_unknown_gpus(reading)
     stated, wanted = wanted_config(reading, target), wanted_config(reading, target, overrides)

@@ -15,10 +15,11 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.interop.adapters import adapter_of, with_adapter
 from meshwright.interop.assemble import Assembled, assemble
-from meshwright.interop.keys import Facts, Framework, SettingsProblem, Understood, flags, read_facts
+from meshwright.interop.keys import Facts, Framework, SettingsProblem, Understood, flags, last_part, read_facts
 from meshwright.interop.rules import check_rules
 from meshwright.interop.rules_megatron import MEGATRON_RULES
 from meshwright.interop.rules_torch import TORCH_RULES
+from meshwright.interop.scripts import Script
 from meshwright.interop.shapes import ShapeKeys, catalog_model, shape_of
 from meshwright.interop.stages import stages
 
@@ -28,6 +29,9 @@ from meshwright.interop.stages import stages
 
 # Models whose code in Megatron-Bridge sets the layout of the pipeline.
 LAYOUT_IN_CODE = re.compile(r"deepseek|kimi|moonlight|sarvam|glm|step|exaone|nemotron")
+# Facts that make another plan or workload; a file that leaves one of them open cannot be answered.
+DECISIVE = frozenset(("tp", "cp", "pp", "ep", "virtual", "layers_per_chunk", "microbatch", "batch", "seq"))
+LAUNCHER = ("nnodes", "nproc_per_node")  # options of torchrun in front of a script's program, which give its GPUs
 NODE = 8  # GPUs of one NVLink domain of a server
 BEYOND_NODE = re.compile(r"^b[23]00", re.IGNORECASE)  # servers whose expert dispatchers fail across nodes
 
@@ -233,14 +237,21 @@ def understand(
     hardware: str = "",
     model: str = "",
     shape: Mapping[str, Any] | None = None,
+    script: Script | None = None,
 ) -> SettingsReading:
-    """The reading of settings and flags; flags win. `gpus`, `hardware`, `model` and `shape` are known from elsewhere."""
+    """The reading of settings and flags; flags win. `gpus`, `hardware`, `model` and `shape` are known from elsewhere, `script` is their file."""
+    script = script or Script()
     merged = merged_settings(framework, settings, args)
     understood = read_facts(framework.table, merged)
     facts = understood.facts
+    for text in script.skipped:
+        understood.note("left out", text)
+    if script.gpus and understood.unknown:
+        understood.others["unknown"] = [key for key in understood.unknown if last_part(key) not in LAUNCHER]
     name = str(facts.get("model") or model or "")
     found = shape_of(facts, _better_name(name, model), shape, framework.trains_mtp)
-    assembled = assemble(facts, framework, gpus, found.layers, found.experts)
+    assembled = assemble(facts, framework, gpus or script.gpus, found.layers, found.experts)
+    assembled.assumed += script.notes(bool(gpus))
     if found.complete and "layers_per_stage" not in assembled.plan:
         stages = framework_stages(found.model, catalog.load("stacks", assembled.stack_name), assembled.plan["pp"])
         assembled.plan |= {"layers_per_stage": stages} if stages else {}
@@ -250,12 +261,30 @@ def understand(
     if found.complete:
         found = replace(found, model=with_adapter(found.model, adapter))
     reading = SettingsReading(framework, understood, assembled, found, hardware, adapter=adapter)
-    reading.problems = [*assembled.problems, *check_facts(reading.facts, framework, assembled, found, hardware, merged)]
+    reading.problems = [
+        *_left_open(understood),
+        *assembled.problems,
+        *check_facts(reading.facts, framework, assembled, found, hardware, merged),
+    ]
     if framework.layout_in_code and not found.layers_stated and LAYOUT_IN_CODE.search(name.lower() or model.lower()):
         reading.problems = [_less_certain(p) for p in reading.problems]
     if not reading.errors:
         reading.problems += _illegal(reading)
     return reading
+
+
+def _left_open(understood: Understood) -> Iterator[SettingsProblem]:
+    """Degrees and sizes whose value the file leaves to whoever starts it: another plan would be read in silence."""
+    for key in (key for fact, key in understood.open_facts.items() if fact in DECISIVE):
+        value = str(understood.used[key])
+        name = re.search(r"[A-Za-z_]\w*", value)
+        given = f"{name[0]}=N meshwright …, or " if name and re.fullmatch(r"\$\{?[A-Za-z_]\w*\}?", value) else ""
+        yield SettingsProblem(
+            "MW-SET-016",
+            f"{key} = {value}, which the file does not assign",
+            why="The plan depends on it, and a file is read without running it",
+            fix=f"{given}write the number into a copy of the file",
+        )
 
 
 def merged_settings(framework: Framework, settings: Mapping[str, Any], args: Sequence[str]) -> dict[str, Any]:

@@ -15,8 +15,14 @@ from meshwright.interop.recipes import RecipeVerdict
 from meshwright.units import Json, format_seconds
 from meshwright.view.tables import titled
 
-MOST = 12  # keys of a kind in a line
+MOST = 12  # keys in a line of a kind that does not matter
+HARMLESS = ("ignored", "no effect")
 KINDS = {
+    "left open": ("the script does not assign it", "bold red"),
+    "left out": (
+        "its condition depends on a file, a program or a variable that is not assigned; taken as false",
+        "yellow",
+    ),
     "unknown": ("not known, and could matter", "bold red"),
     "not modelled": ("may change time or memory; the cost model does not have it", "yellow"),
     "ignored": ("not known; its name suggests that it does not matter", "dim"),
@@ -33,8 +39,9 @@ def page(reading: SettingsReading, name: str) -> RenderableType:
     for kind, (words, style) in KINDS.items():
         keys = reading.understood.others.get(kind, [])
         if keys:
-            more = f" and {len(keys) - MOST} more" if len(keys) > MOST else ""
-            listed = f"{', '.join(keys[:MOST])}{more}"
+            most = MOST if kind in HARMLESS else len(keys)
+            more = f" and {len(keys) - most} more" if len(keys) > most else ""
+            listed = f"{', '.join(keys[:most])}{more}"
             lines.append(Text.assemble((f"{kind}: ", style), listed, (f"  ({words})", "dim")))
     if reading.assembled.assumed:
         lines.append(Text.assemble(("assumed: ", "dim"), ", ".join(reading.assembled.assumed)))

@@ -29,6 +29,9 @@ def derive_block(facts: Facts) -> None:
         facts["half_alternative"] = other
     elif other:
         facts["half"] = "fp16" if other == "fp16" else None
+    if facts["sharding"] == "none" and facts.get("half") == "bf16" and facts.get("grad_dtype") in (None, "fp32"):
+        # Its engine (`get_data_types`) sums bf16 gradients in float32 then, and its BF16_Optimizer shards the states.
+        facts["sharding"], facts["grad_dtype"] = "optimizer", "fp32"
     facts["unfilled"] = [Z + name for name in facts.get("unfilled") or ()]
     if facts["sharding"] != "parameters":
         facts["saves"] = "sharded"
@@ -48,8 +51,8 @@ def _derive(facts: Facts) -> None:
         facts["overlap_dp"] = False
     if facts.get("sequence_ranks"):
         facts["cp"], facts["cp_kind"] = facts["sequence_ranks"], "ulysses"
-    if facts.get("gated") is not None:
-        facts["model.activation"] = "swiglu" if facts["gated"] else "gelu"
+    if facts.get("gated") is not None or facts.get("model.hidden"):  # Megatron's flags; without --swiglu it is GELU
+        facts["model.activation"] = "swiglu" if facts.get("gated") else "gelu"
     if facts.get("model.hidden") and not facts.get("gated"):
         facts.setdefault("model.ffn", 4 * facts["model.hidden"])
     if facts.get("tp", 1) == 1:

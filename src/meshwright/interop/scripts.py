@@ -1,0 +1,162 @@
+"""The training command of a launch script: the flags of its program, and the GPUs that its launcher states.
+
+    #SBATCH --nodes=8
+    srun torchrun --nproc_per_node 8 pretrain_gpt.py …  → 64 GPUs, and the flags of pretrain_gpt.py
+
+Of several commands the one with the most keys of a framework is read, the last of equals. A file of flags without a command, or a script that only
+assigns variables for others, is read as one list of flags.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from meshwright.interop import shell_syntax as syntax
+from meshwright.interop.shell import FLAG, OPEN_VALUE, Shell, Value
+
+LEAST_KEYS = 2  # of a framework, for a command to be its training
+# Options of launchers and of Slurm: nodes, processes of a node, and processes of all nodes.
+NODES = ("--nnodes", "--nodes", "-N", "--num_nodes", "--num_machines", "--num-nodes")
+EACH = (
+    "--nproc_per_node",
+    "--nproc-per-node",
+    "--gpus-per-node",
+    "--ntasks-per-node",
+    "--num_gpus",
+    "--gres",
+    "--gpus_per_node",
+)
+TORCHRUN = ("--nnodes", "--nproc_per_node", "--nproc-per-node")
+ALL = ("--num_processes", "-np")
+GPU_LISTS = ("--gres", "--gpus-per-node")  # gpu:h100:8
+DIRECTIVE = re.compile(r"^#SBATCH\s+(.+)$", re.MULTILINE)
+PROGRAM = re.compile(r".*\.py|llamafactory-cli|axolotl|tune|nemo")
+SLURM = {
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "each": ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
+}
+OPEN_NAME = re.compile(r"\$\{?([A-Za-z_]\w*)")
+OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+
+
+@dataclass
+class Script:
+    """What a script states: flags, settings as `a.b=c`, and the nodes and processes of a node of its launcher.
+
+    `skipped` names commands that an open condition leaves out, `environment` variables of the caller that were used."""
+
+    args: list[str] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
+    launched: dict[str, str] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def gpus(self) -> int:
+        """The number of processes, which is that of GPUs; 0: not known."""
+        nodes, each = (self.launched.get(name, "") for name in ("nodes", "each"))
+        return int(nodes) * int(each) if nodes.isdigit() and each.isdigit() else 0
+
+    def notes(self, gpus_are_given: bool) -> list[str]:
+        """What was taken from the launcher and from the environment, for the list of assumptions."""
+        out = [f"{name}: {value} (from the environment)" for name, value in self.environment.items()]
+        if self.gpus and not gpus_are_given:
+            out.append(
+                f"GPUs: {self.gpus} ({self.launched['nodes']} × {self.launched['each']}, as the script starts it)"
+            )
+        return out
+
+
+def read_script(
+    text: str, keys_of: Callable[[dict[str, str], list[str]], int], environment: Mapping[str, str] | None = None
+) -> Script:
+    """The training command of a script. `keys_of` counts the keys of a framework in settings and flags. `environment` gives the variables that
+    the script leaves open in this command, as `TP=8 bash train.sh` does."""
+    directives = [word for row in DIRECTIVE.findall(text) for word in row.split("#")[0].split()]
+    given = launcher_options(directives)
+    out = training_command(text, keys_of, given, {})
+    words = [*out.args, *out.settings.values(), *out.launched.values()]
+    asked = {name for word in words for name in OPEN_NAME.findall(word)}
+    used = {name: value for name, value in (environment or {}).items() if name in asked}
+    return replace(training_command(text, keys_of, given, used), environment=used) if used else out
+
+
+def training_command(
+    text: str, keys_of: Callable[[dict[str, str], list[str]], int], given: dict[str, str], environment: dict[str, str]
+) -> Script:
+    shell = Shell(variables={**slurm_variables(given), **environment})
+    shell.run(syntax.parse(text))
+    best, most = Script(), LEAST_KEYS - 1
+    for each in shell.started:
+        found = command_of(each.words, given)
+        if (keys := keys_of(found.settings, found.args)) >= max(most, LEAST_KEYS):
+            best, most = found, keys
+    if most < LEAST_KEYS:
+        words = [word for each in shell.started for word in (*each.words, "--")] + list(flag_words(shell.variables))
+        best = command_of(words, given)
+    best.skipped = shell.skipped
+    return best
+
+
+def command_of(words: Sequence[str], given: dict[str, str]) -> Script:
+    """The flags and settings of one command; `given` has the nodes and GPUs that the script states above it."""
+    first = next((i for i, word in enumerate(words) if PROGRAM.fullmatch(word)), -1)
+    module = next((i + 1 for i, word in enumerate(words[:-1]) if word == "-m" and (first < 0 or i < first)), -1)
+    first = module if module >= 0 and first < 0 else first
+    launched = given | (launcher_options([as_written(word) for word in words[:first]]) if first > 0 else {})
+    if "torchrun" in " ".join(words[: max(first, 0)]) and "each" in launched:
+        launched.setdefault("nodes", "1")
+    out = Script([*torchrun_flags(words[: max(first, 0)]), "--"], launched=launched)
+    for word in map(as_written, words[first + 1 :]):
+        if FLAG.match(word) or word == "--":
+            out.args.append(word)
+        elif (override := OVERRIDE.fullmatch(word)) and out.args[-1] == "--":
+            out.settings[override[1]] = override[2]
+        elif out.args[-1] != "--":
+            out.args.append(word)
+    return out
+
+
+def torchrun_flags(words: Sequence[str]) -> Iterator[str]:
+    """The flags of torchrun that some frameworks have as settings too."""
+    for place, word in enumerate(map(as_written, words)):
+        name, sign, value = word.partition("=")
+        if name in TORCHRUN and (sign or place + 1 < len(words)):
+            yield from (name, value if sign else as_written(words[place + 1]))
+
+
+def as_written(word: str) -> str:
+    """A word with its open values as the script writes them."""
+    return OPEN_VALUE.sub(lambda found: found[0][1:-1], word)
+
+
+def launcher_options(words: Sequence[str]) -> dict[str, str]:
+    """The nodes and the processes of a node that options of a launcher state."""
+    out: dict[str, str] = {}
+    for place, word in enumerate(words):
+        name, sign, value = word.partition("=")
+        value = value if sign else "".join(words[place + 1 : place + 2])
+        fact = "nodes" if name in NODES else "each" if name in EACH else "all" if name in ALL else ""
+        number = re.search(r"(\d+|\$.*)$" if name in GPU_LISTS else r"^(\d+|\$.*)$", value)
+        if fact and number:
+            out[fact] = number[1]
+    if out.get("all", "").isdigit() and "each" not in out and out.get("nodes", "1").isdigit():
+        nodes = max(1, int(out.get("nodes", "1")))
+        out |= {"nodes": str(nodes), "each": str(int(out["all"]) // nodes)}
+    return out
+
+
+def slurm_variables(given: dict[str, str]) -> dict[str, Value]:
+    """The variables that Slurm sets for a job of these nodes."""
+    out: dict[str, Value] = {name: given[fact] for fact, names in SLURM.items() if fact in given for name in names}
+    if all(given.get(fact, "").isdigit() for fact in ("nodes", "each")):
+        out["SLURM_NTASKS"] = out["SLURM_NPROCS"] = str(int(given["nodes"]) * int(given["each"]))
+    return out
+
+
+def flag_words(variables: dict[str, Value]) -> Iterator[str]:
+    """The words of all variables that hold flags."""
+    for value in variables.values():
+        words = value.split() if isinstance(value, str) else list(value.values())
+        if any(FLAG.match(word) for word in words):
+            yield from (*words, "--")

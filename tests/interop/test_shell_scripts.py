@@ -1,0 +1,197 @@
+"""Launch scripts are read as bash runs them: the words of every command are compared with those that bash itself passes."""
+
+import contextlib
+import os
+import random
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import MeshwrightError
+from meshwright.interop import shell_syntax
+from meshwright.interop.files import is_settings_file, read_settings, script_of
+from meshwright.interop.reading import raise_first
+from meshwright.interop.shell import Shell, closed
+
+MODEL = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --max-position-embeddings 4096"
+# ruff: noqa: E501
+SNIPPETS = {
+    "quoted options over lines": 'N=4\nARGS=" \\\n  --num-layers $N \\\n  --hidden-size 64 \\\n"\nrun $ARGS --last 1',
+    "arrays": 'A=(\n  --a 1 # a comment\n  --b "two words"\n)\nA+=(--c 3)\nrun "${A[@]}" --n ${#A[@]} ${A[1]} "${A[*]}"',
+    "array in a quoted command": 'A=(--a 1 --b 2)\nC="run ${A[@]} --c"\n$C\neval $C',
+    "defaults": 'run ${X:-3} "${X-4}" ${Y:=5} $Y ${Y:+set} ${Z:+unset} "${Z:-a b}"; : "${W:=7}"; run $W',
+    "arithmetic": 'N=3\nrun $((N*2+1)) $(( (N + 1) / 2 )) $((N > 2 && N < 5)) $(($N ** 3 % 5)) $((N==3?8:4)) $((-7/2)) $((010 + 1))',
+    "counting": "N=1; ((N++)); (( N *= 4 )); let M=3 2>/dev/null; run $N; N+=1; run $N",
+    "prefixes and suffixes": "F=/a/b/model.tar.gz\nrun ${F##*/} ${F%.*} ${F%%.*} ${F#/a} ${#F} ${F/model/x} ${F//a/o} ${F:3:4} ${F: -2}",
+    "cases of letters": "S=Abc; run ${S,,} ${S^^}",
+    "branches": 'TP=8\nif [ "$TP" -gt 4 ] && [[ $TP != 16 ]]; then run --sp; elif [ $TP = 1 ]; then run --no; else run --never; fi',
+    "tests": '[ -z "$NOPE" ] && run 1\n[[ -n $NOPE ]] && run 2\n[[ abc == a* ]] && run 3\n[ abc = "a*" ] || run 4\n[[ a3 =~ ^a[0-9]$ ]] && run 5\n! [ 1 -eq 2 ] && run 6',
+    "case": 'SIZE=70b\ncase "$SIZE" in\n  7b) L=32 ;;\n  13b|70b)\n    L=80\n    H=8192 ;;\n  *) L=1 ;;\nesac\nrun $L $H',
+    "loops": "for tp in 1 2 4; do for pp in 1 2; do run --tp $tp --pp $pp; done; done\ni=0; while [ $i -lt 3 ]; do run $i; i=$((i+1)); done",
+    "functions": 'launch() {\n  local tp=$1; shift\n  run --tp $tp "$@"\n}\nlaunch 8 --a "b c"\nfunction two { run two; }\ntwo',
+    "here-documents": "L=3\nread -r -d '' A <<EOF\n--num-layers $L\n--b\nEOF\nrun $A\nB=$(cat <<'EOF'\n$L --q\nEOF\n)\nrun $B",
+    "printed values": 'A=$(echo --a 1)\nB="$( [ 1 = 1 ] && echo "--flag" )"\nrun $A $B $(echo "$((2*3))") `echo back`',
+    "quotes": """run 'single $X' "double \\"inner\\" \\$5" mixed'a b'"c d" a\\ b "" '' $'tab'""",
+    "empty words": 'E=""\nrun $E "$E" a${E}b "x$E"',
+    "operators on one line": "run a; run b && run c || run d | cat; { run e; }; (X=1; run f$X); run g$X & wait",
+    "comments": "run a # b\n# run c\nrun d#e \\\n  f\n",
+    "redirections": "run a > /dev/null 2>&1; run b &>/dev/null; run c 2>/dev/null </dev/null; run d >> /dev/null",
+    "indirect and associative": 'declare -A L=([7b]=32 [70b]=80)\nS=70b\nrun ${L[$S]} ${L[7b]}\nP=S; run ${!P}',
+    "exported": "export A=1 B='x y'\ndeclare -i C=4\nreadonly D=5\nrun $A \"$B\" $C $D",
+    "nested programs": "X=3\nbash -c \"run inner $X\"\neval 'run $X'\n",
+    "negative and signed words": "run --lr 1e-4 -1 --x=-2 +a.b=c key=value",
+}  # fmt: skip
+
+
+def bash_words(text: str, tmp_path: Path) -> list[list[str]]:
+    """The words of every start of `run` by bash, without arguments and in an empty environment."""
+    log, program = tmp_path / "log", tmp_path / "bin" / "run"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/bash\n{{ for word in "$@"; do printf "%s\\0" "$word"; done; printf "\\1"; }} >> {log}\n'
+    )
+    program.chmod(0o755)
+    for name in ("cat", "bash"):
+        (program.parent / name).symlink_to(shutil.which(name) or f"/bin/{name}")
+    log.write_text("")
+    script = tmp_path / "script.sh"
+    script.write_text(text)
+    subprocess.run(
+        [shutil.which("bash") or "bash", str(script)],
+        env={"PATH": str(program.parent)},
+        timeout=20,
+        check=False,
+        capture_output=True,
+    )
+    return [entry.split("\0")[:-1] for entry in log.read_text().split("\1")[:-1]]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
+    shell = Shell()
+    shell.run(shell_syntax.parse(SNIPPETS[name]))
+    found = [[closed(word) for word in each.words[1:]] for each in shell.started if each.words[0] == "run"]
+    assert sorted(found) == sorted(bash_words(SNIPPETS[name], tmp_path))
+
+
+def script(tmp_path: Path, text: str, name: str = "train.sh") -> Path:
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    return path
+
+
+def test_a_value_that_is_left_open_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = script(
+        tmp_path,
+        f"python pretrain_gpt.py {MODEL} --tensor-model-parallel-size ${{TP}} --micro-batch-size $1 --vocab-size 32000",
+    )
+    reading = read_settings(path)
+    assert reading.understood.others["left open"] == ["--tensor-model-parallel-size = ${TP}", "--micro-batch-size = $1"]
+    assert {p.code for p in reading.errors} >= {"MW-SET-016"}
+    with pytest.raises(MeshwrightError, match="TP=N meshwright"):
+        raise_first(reading.errors)
+    monkeypatch.setenv("TP", "4")
+    reading = read_settings(path)
+    assert reading.plan.tp == 4
+    assert "TP: 4 (from the environment)" in reading.assembled.assumed
+
+
+def test_the_environment_changes_nothing_that_the_script_assigns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TP", "4")
+    text = f"TP=2\npython pretrain_gpt.py {MODEL} --tensor-model-parallel-size $TP --pipeline-model-parallel-size ${{PP:-3}}"
+    monkeypatch.setenv("PP", "8")
+    reading = read_settings(script(tmp_path, text))
+    assert (reading.plan.tp, reading.plan.pp) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "gpus"),
+    [
+        ("torchrun --nnodes=4 --nproc_per_node 8", 32),
+        ("torchrun --nproc-per-node=8", 8),
+        ("srun -N 2 --ntasks-per-node=4 python", 8),
+        ("srun --nodes=2 --gres=gpu:h100:8 torchrun --nproc_per_node=8", 16),
+        ("accelerate launch --num_processes 16 --num_machines 2", 16),
+        ("mpirun -np 24 python", 24),
+        ("deepspeed --num_nodes 2 --num_gpus 8", 16),
+        ("torchrun --nnodes $UNKNOWN --nproc_per_node 8", 0),
+        ("#SBATCH --nodes=16\n#SBATCH --gpus-per-node=4\nsrun bash -c", 64),
+        ("#SBATCH -N 3\n#SBATCH --gres=gpu:8\nsrun torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE", 24),
+    ],
+)  # fmt: skip
+def test_gpus_of_launchers(launcher: str, gpus: int) -> None:
+    program = f"pretrain_gpt.py {MODEL}"
+    command = shlex.quote(f"python {program}") if launcher.endswith("-c") else program
+    assert script_of(f"{launcher} {command}\n").gpus == gpus
+
+
+def test_the_training_is_the_command_with_the_most_keys() -> None:
+    text = f"python preprocess.py --vocab-size 3 --seq-length 1\ntorchrun pretrain_gpt.py {MODEL} --seq-length 8\npython plot.py --lr 1\n"
+    args = script_of(text).args
+    assert args[args.index("--seq-length") + 1] == "8"
+    assert "--vocab-size" not in args
+
+
+@pytest.mark.parametrize("text", [f"ARGS='{MODEL}'\n", f"{MODEL}\n", f"A=({MODEL})\nexport A\n"])
+def test_flags_without_a_command(text: str) -> None:
+    assert read_settings_of(text)["--num-layers"] == "32"
+
+
+def read_settings_of(text: str) -> dict[str, str]:
+    args = script_of(text).args
+    return dict(zip(args[1::2], args[2::2], strict=False)) | dict(zip(args[::2], args[1::2], strict=False))
+
+
+def test_an_open_condition_is_named(tmp_path: Path) -> None:
+    text = f"if [ -f /data/x ]; then EXTRA=(--recompute-granularity full); fi\npython pretrain_gpt.py {MODEL} ${{EXTRA[@]}}\n"
+    reading = read_settings(script(tmp_path, text))
+    assert reading.understood.others["left out"] == ["line 1: EXTRA=(--recompute-granularity full)"]
+
+
+def test_hydra_overrides_of_a_script(tmp_path: Path) -> None:
+    text = "N=2\npython -m verl.trainer.main_ppo actor_rollout_ref.actor.strategy=fsdp trainer.nnodes=$N +trainer.n_gpus_per_node=8\n"
+    assert script_of(text).settings == {
+        "actor_rollout_ref.actor.strategy": "fsdp",
+        "trainer.nnodes": "2",
+        "trainer.n_gpus_per_node": "8",
+    }
+
+
+def test_line_ends_marks_and_shebangs(tmp_path: Path) -> None:
+    text = f"#!/usr/bin/env bash\nTP=2\npython pretrain_gpt.py {MODEL} --tensor-model-parallel-size $TP\n"
+    assert read_settings(script(tmp_path, "\ufeff" + text.replace("\n", "\r\n"))).plan.tp == 2
+    assert is_settings_file(script(tmp_path, text, "launch"))
+    assert not is_settings_file(script(tmp_path, "hello", "other"))
+
+
+def test_odd_texts_end() -> None:
+    """Text that is not shell, and loops without end, are read in bounded time."""
+    rng = random.Random(0)
+    pieces = ["if", "then", "fi", "do", "done", "case", "esac", "in", "{", "}", "(", ")", "((", "))", "$(", "${", "`", "'", '"', "<<EOF", "EOF", "\n", " ", ";", "&&",
+              "|", "A=(", "A=1", "$A", "--x", "while true", "for i in", "function f", "f()", "[[", "]]", "\\", "#", "$((1/0))", "é"]  # fmt: skip
+    for _ in range(150):
+        script_of(" ".join(rng.choices(pieces, k=rng.randrange(30))))
+    for text in (
+        "while true; do f; done",
+        "f() { f; f; }\nf",
+        "f() { f & f & }; f",
+        "$(" * 3000,
+        "((" * 3000,
+        '"' * 999,
+        "a " * 5_000,
+        'X="$X$X"\n' * 40,
+    ):
+        with contextlib.suppress(MeshwrightError):
+            script_of(text)
+
+
+def test_nothing_is_started(tmp_path: Path) -> None:
+    target = tmp_path / "made"
+    script_of(f"touch {target}\nX=$(touch {target})\n`touch {target}`\necho x > {target}\neval 'touch {target}'\n")
+    assert not os.path.exists(target)
