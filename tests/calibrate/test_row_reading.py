@@ -467,3 +467,16 @@ def test_settings_of_a_recipe_are_read_from_its_row():
     some = case(recompute_mode="full", recompute_layers="5")
     assert (some.plan.recompute, some.plan.recompute_layers) == ("full", 5)
     assert case(recompute_mode="full").plan.recompute_layers == 0
+
+
+@pytest.mark.parametrize(
+    ("card", "words", "precision"),
+    [
+        ("GB200", "FP8-MX", "mxfp8"),
+        ("B200", "FP8 finer granularity (32x32 MX on GB200/B200; 128x128/1x128 blockwise on H100)", "mxfp8"),
+        ("H100", "FP8 finer granularity (32x32 MX on GB200/B200; 128x128/1x128 blockwise on H100)", "fp8"),
+        ("GB200", "FP8-CS", "fp8"),
+    ],
+)
+def test_block_scaled_fp8_of_blackwell_is_read_from_the_words_of_a_table(card, words, precision):
+    assert case(gpu_type=card, dtype="fp8", precision=words).workload.precision == precision

@@ -94,6 +94,7 @@ SCHEDULES = {
     "zb-2p": "zb-h2",
 }
 PRECISIONS = {"bf16": "bf16", "16bit": "bf16", "fp16": "fp16", "fp8": "fp8", "mxfp8": "mxfp8", "fp4": "fp4", "": "bf16"}
+MX_WORDS = r"FP8-MX|32x32 MX"  # of Megatron-Bridge's tables of 2025, for runs whose dtype is fp8; on Hopper it is another kind of blocks
 DDP_BUCKET = 25 * 2.0**20  # bytes of 16-bit parameters
 SIMILAR = 0.8  # a schedule with this share of the published virtual stages is predicted in its place
 WIDTHS = {"fp32": 4.0}
@@ -158,7 +159,10 @@ def _workload(c: PublishedRun) -> Workload:
         raise refusal("the batch or the sequence length is not published")
     if not r["dtype"] or r["dtype"] not in PRECISIONS:
         c.assumed.append(_assumption("precision", "bf16", r["dtype"]))
-    workload = Workload(batch=batch, seq=seq, precision=PRECISIONS.get(r["dtype"], "bf16"))
+    precision = PRECISIONS.get(r["dtype"], "bf16")
+    if precision == "fp8" and re.search(MX_WORDS, r["precision"]) and "mxfp8" in c.cluster.accelerator.peak:
+        precision = "mxfp8"
+    workload = Workload(batch=batch, seq=seq, precision=precision)
     if r["task"] in FINE_TUNING and r["file"] in PACKED:
         c.assumed.append(f"documents: packed, {PACKED_DOCUMENT} tokens each")
         return workload.but(lengths=(PACKED_DOCUMENT,))
