@@ -3,9 +3,13 @@
 import pytest
 
 from meshwright.cost.compute import attention_time, gemm_time, op_time
+from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
+from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
 from meshwright.lower.program import Op
+from meshwright.lower.step import step_program
 
 TOKENS = 15872
 WEIGHTS = ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096))
@@ -34,6 +38,10 @@ NORMS = {"gb200": 1.449, "gb300": 1.477}
 # Milliseconds that quantising with current scaling adds to a layer on a B300, in the first table: an operand of each of three products is read for
 # its maximum, read again and written in a byte.
 QUANTISED_MS, QUANTISED_BYTES = 9.147 - 6.812, 5.0
+
+
+# Rate of training a Mamba-2 of 48 layers of width 2048 on a GB200 over that on an H200, bf16, 4 sequences of 4096: state-spaces/mamba#904.
+SCAN_GAIN = 360.4 / 239.2
 
 
 def product(m: int, n: int, k: int) -> Op:
@@ -87,3 +95,16 @@ def test_quantising_a_layer_takes_the_published_time():
     operands = inputs + weights + outputs + weights + inputs + outputs
     op = Op("quantise", "ffn", "memory", bytes=QUANTISED_BYTES * operands, launches=1.0, elementwise="quantise")
     assert 1e3 * op_time(of("dgx-b300"), "fp8", Stack(elementwise=1.6), op) == pytest.approx(QUANTISED_MS, rel=0.02)
+
+
+def test_a_mamba_gains_as_much_over_hopper_as_published():
+    base = catalog.load("models", "nemotron-h-8b")
+    mixer = base.linear.but(heads=64, groups=1, chunk=256)
+    model = base.but(hidden=2048, layers=48, pattern="M" * 48, ffn=0, vocab=50288, heads=32, kv_heads=32, linear=mixer)
+    stack = catalog.load("stacks", "torch-eager").but(launch=1e-7, collective_launch=1e-7)
+
+    def seconds(cluster):
+        program = step_program(model, [Plan(microbatch=4)], Workload(batch=4, seq=4096), stack)
+        return float(step_cost(program, catalog.load("clusters", cluster).with_gpus(1)).time[0])
+
+    assert seconds("dgx-h200") / seconds("gb200-nvl72") == pytest.approx(SCAN_GAIN, rel=0.02)

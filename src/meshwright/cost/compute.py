@@ -58,17 +58,15 @@ def attention_time(device: Accelerator, dtype: str, op: Op, kernel: str) -> Arra
     return seconds + rows * s_q * s_kv * eff.exponential if eff.exponential else seconds
 
 
-SCAN_RATE = 0.5  # rate of the kernels of a chunked scan over that of attention kernels and of copies
-
-
 def scan_time(device: Accelerator, dtype: str, op: Op) -> Array:
     """Seconds of the chunked scan of a linear mixer. Its kernels alternate between small products and passes over states, so that neither hides
-    the other. Their tiles are those of one chunk, so they reach `SCAN_RATE` of the rates of attention with heads of that width and of copies."""
+    the other. Their tiles are those of one chunk, so they reach a share (`Efficiency.scan`) of the rates of attention with heads of that width and
+    of copies."""
     eff = device.efficiency
     width = op.shape[2]
     reached = eff.flash * min(1.0, width / eff.tile) ** 0.25
     traffic = op.bytes / (eff.memory * device.memory_bandwidth)
-    return eff.floor * op.launches + (op.flops / (reached * device.peak_for(dtype)) + traffic) / SCAN_RATE
+    return eff.floor * op.launches + (op.flops / (reached * device.peak_for(dtype)) + traffic) / eff.scan
 
 
 def memory_time(device: Accelerator, op: Op) -> Array:

@@ -43,6 +43,8 @@ class Efficiency(Described):
     """flash attention, forward and backward, head dim 128"""
     fused: float = Field(default=0.47, gt=0, le=1)
     """the vendor's fused attention"""
+    scan: float = Field(default=0.5, gt=0, le=1)
+    """the kernels of a chunked scan (Mamba-2), of the rates of flash attention and of copies; fitted to runs on H100"""
     memory: float = Field(default=0.77, gt=0, le=1)
     """elementwise kernels, of memory bandwidth"""
     tile: float = Field(default=128.0, ge=1)
