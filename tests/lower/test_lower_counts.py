@@ -244,6 +244,62 @@ def test_gradients_of_routing_weights_take_a_second_kernel_over_the_activations_
     assert moved(weighted, "experts-activation-grad") == pytest.approx(2 * moved(plain, "experts-activation-grad"))
 
 
+def operators(program, *names):
+    """Host operators of one micro-batch of a layer with experts, in units of `Stack.launch`, of these operations with their gradients."""
+    ops = [op for (block, _), some in program.blocks.items() for op in some if block == "moe" and not op.axis]
+    named = [op for op in ops if any(op.name == name or op.name.startswith(f"{name}-") for name in names)]
+    return sum(one(op.count * op.launches) for op in named)
+
+
+@pytest.mark.parametrize(("precision", "each"), [("bf16", 2.0), ("mxfp8", 3.0)])
+def test_a_loop_over_experts_costs_the_host_operators_for_each_expert_of_a_rank(precision, each):
+    """A product, its quantisation and the bookkeeping, in three phases of two products; a fused kernel has all experts."""
+    work, names = WORK.but(precision=precision), ("experts-up", "experts-down")
+
+    def added(ep, **changes):
+        stacks = (Stack(loops_experts=on, bare_operator=0.125, **changes) for on in (True, False))
+        looped, plain = (operators(lowered(MOE, work, stack=stack, replicate=4, ep=ep), *names) for stack in stacks)
+        return looped - plain
+
+    assert added(1) == pytest.approx(each * 2 * 3 * MOE.experts / 8)
+    assert added(4) == pytest.approx(added(1) / 4)
+    assert added(1, fused=("experts",)) == 0
+
+
+def test_routing_and_sorting_of_tokens_are_operators_without_a_module():
+    whole, bare = (
+        operators(lowered(MOE, stack=Stack(bare_operator=share)), "route", "permute") for share in (1.0, 0.125)
+    )
+    sorts = 2 * 2  # by rank and by expert, before the experts and after
+    assert whole == pytest.approx(2 * (20 + sorts * 8))  # forward and backward
+    assert bare == pytest.approx(whole / 8)
+
+
+def test_a_rotation_with_a_factor_may_not_be_fused():
+    """YaRN multiplies cosine and sine; Megatron's fused kernel takes no factor."""
+
+    def size(**rope):
+        """Bytes of the rotations of a stack whose kernel takes a factor, and of one whose does not."""
+        model = MOE.but(rope={"kind": "yarn", "factor": 32.0, "original_positions": 64, **rope})
+        return [moved(lowered(model, stack=Stack(unfused=cases)), "rope") for cases in ((), ("scaled-rope",))]
+
+    takes, lacks = size()
+    assert lacks == pytest.approx(3 * takes)
+    assert size(attention_factor=1.0) == [takes, takes]
+    assert takes > 0
+
+
+def test_clamps_of_experts_gated_by_quick_gelu_may_not_be_fused():
+    """Four reads and four writes of a half forward, six and four backward; the clamp of SwiGLU is in its kernel."""
+    stack = Stack(weighs_activations=True, unfused=("clamped-gelu",))
+    quick = MOE.but(swiglu_limit=7.0, swiglu_alpha=1.702, swiglu_shift=1.0)
+    half = moved(lowered(quick, stack=stack), "experts-activation-grad") / 10
+    assert moved(lowered(quick, stack=stack), "experts-clamp") == pytest.approx(18 * half)
+    assert moved(lowered(quick, stack=stack), "experts-clamp-grad") == pytest.approx(10 * half)
+    assert moved(lowered(quick, stack=Stack(weighs_activations=True)), "experts-clamp") == 0
+    assert moved(lowered(MOE.but(swiglu_limit=7.0), stack=stack), "experts-clamp") == 0
+
+
 @pytest.mark.parametrize(("scaling", "size"), [("current", 6.0), ("delayed", 0.0)])
 def test_current_scaling_reads_a_tensor_twice_and_writes_two_copies(scaling, size):
     program = lowered(GQA, WORK.but(precision="fp8"), stack=Stack(keeps_quantised=True, fp8_scaling=scaling))

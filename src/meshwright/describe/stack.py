@@ -83,6 +83,9 @@ class Stack(Described):
     """host time of the hooks of a ZeRO unit in one forward and backward, gathered or not"""
     elementwise_launch: dict[str, float] = Field(default_factory=dict)
     """host time of a norm, activation, residual, rotation or loss over that of its launches; default 1"""
+    bare_operator: float = Field(default=1.0, gt=0, le=1)
+    """host time of an operator of torch over that of a launch, which has a framework's module around it: routing and sorting of tokens, each
+    expert of a loop"""
     expert_launch: float = Field(default=1.0, ge=1, le=100)
     """host time of one launch of routed experts over that of other launches: compiled layers leave them to eager operators"""
     graph_call: Seconds = 0.0
@@ -184,6 +187,11 @@ class Stack(Described):
     """a compiled backward writes gradients of activations into the memory of saved tensors that it has read for the last time"""
     weighs_activations: bool = False
     """routing weights multiply the activations of experts before their last product, whose outputs backward does not need then"""
+    unfused: tuple[Literal["scaled-rope", "clamped-gelu"], ...] = ()
+    """cases that kernels of `fused` do not cover. scaled-rope: a rotation with a factor of cosine and sine (YaRN). clamped-gelu: the clamps of
+    experts gated by quick GELU (gpt-oss)"""
+    loops_experts: bool = False
+    """each expert's product and the quantisation of its rows are kernels of their own, issued one after another"""
     offloads: tuple[Literal["states", "activations"], ...] = ()
     """what the stack can keep in host memory; the planner searches only these"""
     compressions: tuple[str, ...] = ()

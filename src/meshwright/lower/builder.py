@@ -129,7 +129,7 @@ class BlockBuilder:
         n: Array,
         k: Array,
         products: Array = 1.0,
-        launches: float = 1.0,
+        launches: Array = 1.0,
         dtype: str = "",
         quantised: Sequence[str] = QUANTISED_IN,
     ) -> None:
@@ -198,7 +198,7 @@ class BlockBuilder:
             self.memory("I", f"{name}-lora-scale-grad", part, size_out, 2, 1)
         self.memory("I", f"{name}-lora-add-grad", part, size_in, 3, 1)
 
-    def accumulate(self, name: str, part: str, weights: Array, launches: float) -> None:
+    def accumulate(self, name: str, part: str, weights: Array, launches: Array) -> None:
         """Add the gradient of `weights` numbers to the sum over micro-batches. torch's kernel for two dtypes reads number by number. A loss that is
         computed in chunks sums the gradient of its weight in 32 bits, and scales it at the end."""
         e: Array = self.element
@@ -217,7 +217,7 @@ class BlockBuilder:
         n: Array,
         k: Array,
         products: Array,
-        launches: float,
+        launches: Array,
         dtype: str,
         trained: float = 1.0,
         quantised: Sequence[str] = QUANTISED_IN,

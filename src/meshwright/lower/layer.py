@@ -140,7 +140,8 @@ class LayerLowering(BlockBuilder):
 
     def rotate(self, size: Array) -> None:
         if self.m.positions == "rope":
-            fused = "rope" in self.fused
+            scaled = self.m.rope.rotation_factor(self.m.max_positions) != 1
+            fused = "rope" in self.fused and not (scaled and "scaled-rope" in self.b.stack.unfused)
             tensors = 2 if self.b.stack.separate_projections else 1
             for phase in ("F", "I"):
                 passes, launches = (2, tensors) if fused else (6, 6 * tensors)
@@ -259,7 +260,10 @@ class LayerLowering(BlockBuilder):
 
         A gated one that is `weighted` by the routing of each row has two kernels in backward (Megatron's fusions/fused_bias_swiglu.py, compiled by
         torch). One computes the two gradients as the halves of one tensor: 3 + 2 reads and 2 writes. The other sums the gradient of the weights
-        over a row: 3 reads. On an H200 both take 28 bytes of an element at the rate of a copy (1.4 times these 20), forward 10."""
+        over a row: 3 reads. On an H200 both take 28 bytes of an element at the rate of a copy (1.4 times these 20), forward 10.
+
+        Clamps that are not fused: forward each half is read and written, then both are joined: 4 reads and 4 writes. Backward reads the gradient and
+        the input of each half, writes its gradient, and joins both: 6 reads and 4 writes."""
         inputs = 2 if self.m.gated else 1
         exponentials = size / self.element if ACTIVATIONS[self.m.activation].exponential else 0.0
         counts = {"": (inputs + 1, 1), "-grad": (2 * inputs + 1, 1)}
@@ -267,6 +271,9 @@ class LayerLowering(BlockBuilder):
             counts = {"": (2 * inputs + 2, inputs + 1), "-grad": (4 * inputs + 2, 2 * inputs + 1)}
         elif weighted and self.m.gated:
             counts["-grad"] = (10, 2)
+            if self.m.swiglu_limit and self.m.swiglu_alpha != 1 and "clamped-gelu" in self.b.stack.unfused:
+                self.memory("F", f"{part}-clamp", part, size, 8, 3)
+                self.memory("I", f"{part}-clamp-grad", part, size, 10, 3)
         for phase, (suffix, (passes, launches)) in zip("FI", counts.items(), strict=True):
             name = f"{part}-activation{suffix}"
             self.memory(phase, name, part, size, passes, launches, exponentials=exponentials, elementwise="activation")

@@ -22,7 +22,8 @@ from meshwright.lower.program import Array
 
 COUNT_BYTES = 8.0
 ROUTE_LAUNCHES, PERMUTE_LAUNCHES = 20.0, 8.0
-TORCH_OPERATOR = 0.125  # host time of a bare operator of torch (8 µs, assumed) over that of a launch, which has a framework's module around it
+NARROW = ("fp8", "mxfp8", "fp4")
+LOOP_OPERATORS = 2.0  # of one expert in one phase of a product that does not quantise (`_experts`)
 
 
 def experts(low: LayerLowering) -> None:
@@ -32,8 +33,9 @@ def experts(low: LayerLowering) -> None:
     # Tokens this rank routes: its part of the sequence under sequence parallelism, else its slice of the tp group's tokens.
     own = b.tokens / b.tp
     low.gemm("router", "router", own, m.experts, m.hidden, dtype=low.wide)
-    low.memory("F", "route", "router", own * m.experts * 4, 4, ROUTE_LAUNCHES)
-    low.memory("I", "route-grad", "router", own * m.experts * 4, 4, ROUTE_LAUNCHES)
+    launches = ROUTE_LAUNCHES * b.stack.bare_operator
+    low.memory("F", "route", "router", own * m.experts * 4, 4, launches)
+    low.memory("I", "route-grad", "router", own * m.experts * 4, 4, launches)
     wide = max(4.0, e)
     if m.router.aux or m.router.z:  # loads and token counts, of all tokens in flight or of each sequence
         on = (b.size("stage") > 1) * 1.0
@@ -79,8 +81,9 @@ def _permute(low: LayerLowering, size: Array) -> None:
     """Sort token copies by expert, or back: a read and a write. A plain all-to-all needs them sorted by rank before it and by expert after it;
     a dispatcher that removes duplicates reads tokens where they are, so they are sorted once."""
     sorts = 2 if low.b.stack.dispatch == "all-to-all" else 1
+    launches = PERMUTE_LAUNCHES * low.b.stack.bare_operator * sorts
     for phase, name in (("F", "permute"), ("I", "permute-grad")):
-        low.memory(phase, name, "experts", size, 2 * sorts, PERMUTE_LAUNCHES * sorts)
+        low.memory(phase, name, "experts", size, 2 * sorts, launches)
 
 
 def _experts(low: LayerLowering, tokens: Array) -> None:
@@ -88,17 +91,26 @@ def _experts(low: LayerLowering, tokens: Array) -> None:
 
     With `experts` in `Stack.fused` the first product activates and quantises its output, and backward of the second does so with the gradient
     (Transformer Engine's ops/fused/grouped_mlp.py): no other kernel reads what lies between the two. The routing weights multiply there too, and
-    the bias of the second product, which such a stack has scaled by them, is part of its kernel."""
+    the bias of the second product, which such a stack has scaled by them, is part of its kernel.
+
+    Transformer Engine's GroupedLinear issues one expert after another (`Stack.loops_experts`; release 2.9, module/grouped_linear.py,
+    csrc/extensions/cast.cpp: split_quantize, common/gemm/cublaslt_gemm.cu: multi_stream_cublas_gemm): each has a product and a kernel that quantises
+    its rows, and costs as much again in Python: the quantised copy of its weight is looked up and saved, autograd accumulates its gradient and calls
+    the hook of data parallelism. So the host's time grows with the experts of a rank."""
     b, m = low.b, low.m
     local = m.experts / b.ep
     each = np.maximum(tokens / local, 1.0)
     width, columns = m.expert_width / b.etp, 2 if m.gated else 1
     fused = "experts" in low.fused
     up, down = (("F",), ("I",)) if fused else (QUANTISED_IN, QUANTISED_IN)
-    low.gemm("experts-up", "experts", each, width * columns, m.routed_width, local, 2, quantised=up)
+    launches: Array = 2.0
+    if b.stack.loops_experts and not fused:
+        each_loop = LOOP_OPERATORS + (b.workload.precision in NARROW)
+        launches = launches + each_loop * local * b.stack.bare_operator
+    low.gemm("experts-up", "experts", each, width * columns, m.routed_width, local, launches, quantised=up)
     if not fused:
         low.activation("experts", tokens * width * low.element, weighted=b.stack.weighs_activations)
-    low.gemm("experts-down", "experts", each, m.routed_width, width, local, 2, quantised=down)
+    low.gemm("experts-down", "experts", each, m.routed_width, width, local, launches, quantised=down)
     if m.ffn_bias and not fused:
         _add_bias(low, tokens * m.routed_width, local)
 
@@ -113,5 +125,5 @@ def _add_bias(low: LayerLowering, elements: Array, experts: Array) -> None:
         low.memory("F", "experts-bias", "experts", elements, 2 * low.element, 1)
         low.memory("W", "experts-bias-grad", "experts", elements, low.element, 1)
         return
-    low.memory("F", "experts-bias", "experts", elements, 28, 2 + 2 * experts * TORCH_OPERATOR)
-    low.memory("I", "experts-bias-grad", "experts", elements, 40, 2 + 6 * experts * TORCH_OPERATOR)
+    low.memory("F", "experts-bias", "experts", elements, 28, 2 + 2 * experts * low.b.stack.bare_operator)
+    low.memory("I", "experts-bias-grad", "experts", elements, 40, 2 + 6 * experts * low.b.stack.bare_operator)
