@@ -1,10 +1,12 @@
 """Single changes of a plan have the times and memory of `estimate`, and a pair is found where one change alone does not fit."""
 
+import math
+
 import pytest
 from test_lint import config, overridden
 
 from meshwright.describe.config import Config
-from meshwright.planner.advice.changes import Change, candidates, first_changes, priced
+from meshwright.planner.advice.changes import Change, both, candidates, first_changes, priced, seconds_of
 from meshwright.predict.estimate import estimate
 
 WIDE = config("llama3-8b", "dgx-h100", 64, 128, 8192, tp=8, sp=True, pp=2, shard=4, zero=1, recompute="full")
@@ -54,6 +56,30 @@ def test_a_plan_that_does_not_fit_gets_the_cheapest_change_that_does() -> None:
     changes = first_changes(c)
     assert changes
     assert all(change.fits for change in changes)
+
+
+FAR = config("llama3-70b", "dgx-h100", 64, 512, 8192, shard=64, zero=1, recompute="selective")
+
+
+def test_the_first_change_of_a_pair_makes_room_where_the_plan_is_far_from_fitting() -> None:
+    assert dict(first_changes(FAR)[0].fields) == {"zero": 3, "recompute": "full"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("c", [FAR, config("llama2-7b", "dgx-a100", 8, 64, 2048, replicate=8)])
+def test_a_plan_far_from_fitting_gets_the_fastest_of_all_pairs(c: Config) -> None:
+    now = estimate(c).prediction
+    singles = priced(c, candidates(c, c.plan))
+    firsts = [change for change in singles if change.plan]
+    seconds = ((first, candidates(c, first.plan, seconds_of(c, first))) for first in firsts)
+    pairs = priced(c, [both(first, second, c.plan) for first, others in seconds for second in others if second.plan])
+    most = max(change.saved for change in (*singles, *pairs) if change.fits)
+    best, *others = first_changes(c, most=50)
+    assert best.saved >= most - 0.005 * now.step_time_s
+    alone = {change.fields[0]: change.saved for change in singles if change.fits}
+    for change in (best, *others):  # no pair of which one value does nothing
+        if len(change.fields) == 2:
+            assert all(change.saved > alone.get(chosen, -math.inf) for chosen in change.fields)
 
 
 def test_a_pair_has_the_values_of_its_plan_where_the_second_change_overwrites_the_first() -> None:

@@ -2,7 +2,8 @@
 
 Each alternative value is completed to a legal plan (`describe.legality.choices`: the other degrees follow), and all plans are costed in one
 batch, so a whole table of chips takes a fraction of a second. `first_changes` sorts those that fit by the seconds they save, together with
-pairs whose first change is faster but does not fit alone and whose second change makes room: tp 4 instead of 8 with recompute = full.
+pairs whose first change is faster but does not fit alone and whose second change makes room: tp 4 instead of 8 with recompute = full. Where
+the plan itself does not fit, the first change of a pair makes room, whether it fits alone or not.
 
 Only fields that leave the arithmetic of the training as it is are offered: no other dtype, no lossy compression, no local SGD.
 """
@@ -28,7 +29,7 @@ KNOBS = (
     "tp", "sp", "pp", "virtual", "schedule", "cp", "cp_kind", "ep", "expert_tp", "replicate", "shard", "zero", "microbatch", "recompute",
     "bucket", "wrap", "reduce", "order", "offload",
 )  # fmt: skip
-MOST_FIRST = 12  # faster plans that do not fit, of which a second change is tried
+MOST_FIRST = 12  # first changes of which a second one is tried
 WORTH = 0.005  # share of the step that a second change must save beyond the best single one
 
 
@@ -78,14 +79,21 @@ def first_changes(config: Config, most: int = 5) -> list[Change]:
 
     fitting = [change for change in singles if has_room(change)]
     target = max((change.saved for change in fitting), default=0.0) if now.fits else -math.inf
-    too_large = sorted((c for c in singles if c.plan and not has_room(c) and c.saved > target), key=lambda c: -c.saved)
+    faster = (change for change in singles if change.plan and not has_room(change) and change.saved > target)
+    firsts = faster if now.fits else (change for change in singles if (change.more_gib or 0.0) < 0)
     drafts = [
         both(first, second, config.plan)
-        for first in too_large[:MOST_FIRST]
+        for first in sorted(firsts, key=lambda c: -c.saved)[:MOST_FIRST]
         for second in candidates(config, first.plan, seconds_of(config, first))
         if second.plan
     ]
-    pairs = [c for c in priced(config, drafts) if has_room(c) and c.saved > target + WORTH * (now.step_time_s or 0.0)]
+    alone = {change.fields: change.saved for change in fitting}
+
+    def beats_singles(pair: Change) -> bool:
+        best = max(target, *(alone.get((chosen,), -math.inf) for chosen in pair.fields))
+        return pair.saved > best + WORTH * (now.step_time_s or 0.0)
+
+    pairs = [change for change in priced(config, drafts) if has_room(change) and beats_singles(change)]
     useful = [c for c in (*fitting, *pairs) if c.saved > SHOWN * (now.step_time_s or 0.0) or not now.fits]
     best: dict[tuple[str, ...], Change] = {}
     for change in sorted(useful, key=lambda c: (-c.saved, len(c.fields))):
