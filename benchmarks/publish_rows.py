@@ -9,8 +9,8 @@ is as fast there as with cuDNN alone.
 The tables of Megatron-Bridge do not have CUDA graphs, the dispatcher of experts and the overlap of its messages, what is recomputed, modules of
 multi-token prediction (its recipes train them with DeepSeek-V3 and Nemotron 3 Super), the layers of each stage, fused products of experts and
 layers in bf16. `bridge_settings.csv` has them, from the settings of the same release in its repository (`scripts/performance/configs`, and the
-recipes in `src/megatron/bridge/recipes` that they start from) whose degrees and micro-batch are those of the row. A row without such settings in
-its release or the one before or after has blank cells.
+recipes in `src/megatron/bridge/recipes` that they start from; v0.1.0rc4 for the tables of 25.09) whose degrees and micro-batch are those of
+the row. A row without such settings in its release or the one before or after has blank cells.
 """
 
 import csv
