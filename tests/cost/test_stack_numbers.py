@@ -76,6 +76,16 @@ def test_launches_of_experts_cost_more_where_compiled_layers_leave_them_out():
             assert (added > 0) == (key[0] == "moe" and key[1] in "FIW")
 
 
+def test_overlapped_messages_of_experts_cost_operators_without_a_module():
+    """Around each of the five parts of a layer eight in forward and eight in backward (Megatron's ScheduleNode)."""
+    plan = Plan(shard=16, zero=1, ep=16, expert_tp=1)
+    fields = {"launch": 1e-5, "bare_operator": 0.125}
+    apart, together = (cost(plan, MOE, overlap=axes, **fields) for axes in ((), ("ep",)))
+    for phase, added in (("F", 40 * 0.125e-5), ("I", 40 * 0.125e-5), ("W", 0.0)):
+        key = ("moe", phase)
+        assert one(together.times[key].host) - one(apart.times[key].host) == pytest.approx(added, abs=1e-12)
+
+
 def test_a_layer_calls_one_compiled_graph_and_one_with_experts_four():
     """Forward and backward; weight gradients are in the graph of backward, and CUDA graphs replace the calls."""
     plan = Plan(replicate=16)

@@ -56,8 +56,8 @@ SPLIT_ONLY = ("S", "G")  # phases of a split backward
 GRAPH_HOST = 0.05  # host time of launches replayed from a graph, as a share
 EAGER_PARTS = ("experts",)  # of a compiled layer: their sizes depend on the routing (`Stack.expert_launch`)
 EXPERT_GRAPHS = 4.0  # compiled graphs of a layer with routed experts (`Stack.graph_call`)
-# Parts of a layer whose expert messages overlap (attention, router, dispatch, experts, combine), and launches of one.
-NODES, NODE_LAUNCHES = 5.0, 3.0
+# Parts of a layer whose expert messages overlap (attention, router, dispatch, experts, combine), and operators around one.
+NODES, NODE_OPERATORS = 5.0, 8.0
 # Launches of one graph of a part of a layer: the copy of its input, the replay, autograd's function, hooks.
 REPLAY_LAUNCHES = 4.0
 GRAPHED_PARTS = {  # of `Stack.graphs`
@@ -120,8 +120,9 @@ def overlap_experts(b: Batch, phases: list[PhaseTime]) -> None:
     """Hide the exposed messages of experts behind the compute that is left in all phases of a layer, and add the host time of doing so.
 
     Schedules that overlap these messages run forward of one micro-batch beside backward of another, weight gradients included. Each of the `NODES`
-    of a layer then runs by itself on its stream, in forward and in backward: it waits for an event, records one, and detaches its inputs or
-    starts autograd (Megatron's `ScheduleNode`)."""
+    of a layer then runs by itself on its stream, in forward and in backward (Megatron's `ScheduleNode`, core 0.16, pipeline_parallel/utils.py): it
+    enters the stream, waits for an event, records one, and detaches its inputs or starts autograd, marks and frees them: `NODE_OPERATORS` without a
+    framework's module."""
     exposed = sum(t.parts.get("ep", 0.0) for t in phases)
     hidden = np.minimum(exposed, sum(t.left for t in phases)) * b.overlap["ep"]
     for t in phases:
@@ -132,7 +133,8 @@ def overlap_experts(b: Batch, phases: list[PhaseTime]) -> None:
         add(t.parts, "interference", b.stack.compute_slowdown * share)
         t.busy = t.busy - (1 - b.stack.compute_slowdown) * share
         graphed = GRAPH_HOST if "step" in b.stack.graphs else 1.0
-        t.host = t.host + (b.ep > 1) * b.overlap["ep"] * NODES * NODE_LAUNCHES * b.stack.launch * graphed
+        seconds = NODES * NODE_OPERATORS * b.stack.bare_operator * b.stack.launch * graphed
+        t.host = t.host + (b.ep > 1) * b.overlap["ep"] * seconds
 
 
 def phase_time(

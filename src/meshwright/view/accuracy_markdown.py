@@ -69,9 +69,11 @@ Median error and bias of left-out predictions by the largest part besides comput
 sources was deleted. One of them is real, a product whose tiles do not fill the last wave of processors: 150 products on one H200 follow the
 formula without it within 1.6% (median), with it within 2.3%. The tables of Megatron-Bridge have no CUDA graphs, dispatchers, overlap of expert
 messages, recompute, multi-token prediction and stages: those are from the settings of each release (`benchmarks/bridge_settings.csv`). Runs with
-graphs of the whole step are predicted as well as others with them, and half too slow without. Nemotron 3 Super and gpt-oss are predicted too fast on
-B200 and B300 with few expert ranks. Attention in fp8, products that a recipe keeps in bf16 in every layer, and rows that graphs of the whole
-step pad are not modelled. [Plan quality](plan-quality.md) has the choices of plans.
+graphs of the whole step are predicted as well as others with them, and half too slow without. gpt-oss is predicted too fast, most with few
+expert ranks; one of its runs on GB300 has a slow kernel (NVIDIA/cudnn-frontend#256, as its table says). Qwen3 235B with plain all-to-alls between
+nodes is predicted too slow. Attention in mxfp8 is not modelled: by NVIDIA's tables (cudnn-frontend, benchmark/sdpa_benchmark_training) it gains
+nothing with heads of 128, and a quarter with DeepSeek's. Nor are products that a recipe keeps in bf16 in every layer, and rows that graphs of
+the whole step pad. [Plan quality](plan-quality.md) has the choices of plans.
 The runs of vtrain_ground_truth that wait for the host are predicted 10% too fast: its host is slower than those of other sources of Megatron-LM."""
 
 
