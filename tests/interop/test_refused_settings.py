@@ -230,7 +230,11 @@ def test_deepspeed_without_zero_shards_the_states_in_bf16(tmp_path) -> None:
     """DeepSpeed's `get_data_types` sums bf16 gradients in float32 without ZeRO, and its BF16_Optimizer shards the states; with fp16 it does not."""
     for half, zero, grads in (("bf16", 1, "fp32"), ("fp16", 0, "bf16")):
         file = tmp_path / "ds.json"
-        file.write_text(json.dumps({half: {"enabled": True}, "zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": 1}))
+        file.write_text(
+            json.dumps(
+                {half: {"enabled": True}, "zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": 1}
+            )
+        )
         plan = read_settings(file, gpus=8, model="llama3-8b").plan
         assert plan.zero == zero
         assert half == "fp16" or plan.grad_dtype == grads

@@ -62,7 +62,9 @@ FAR = config("llama3-70b", "dgx-h100", 64, 512, 8192, shard=64, zero=1, recomput
 
 
 def test_the_first_change_of_a_pair_makes_room_where_the_plan_is_far_from_fitting() -> None:
-    assert dict(first_changes(FAR)[0].fields) == {"zero": 3, "recompute": "full"}
+    best = first_changes(FAR)[0]  # with tp = 32 it would take three times as long
+    assert {name for name, _ in best.fields} == {"zero", "recompute"}
+    assert best.saved > -0.3 * estimate(FAR).prediction.step_time_s
 
 
 @pytest.mark.slow
