@@ -7,9 +7,11 @@ from lower.cases import COUNTS, GPT, MOE, WORK, bytes_sent, lowered, one
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower import sync
+from meshwright.lower.builder import MIXED_DTYPES
 from meshwright.lower.gradients import GradientMessage, Load, cut, data_parallel_ops
 
 P = 8
+TWICE = Workload(batch=2 * P, seq=512)
 ONCE = Workload(batch=P, seq=512)  # one micro-batch per rank, so that "per step" and "per micro-batch" agree
 
 
@@ -294,3 +296,40 @@ def test_units_are_copied_from_gathers_and_to_reductions():
     )
     assert [*copies(shard=P, reshard=False)] == ["unit-copy-out0", "unit-copy-in1"]
     assert copies(shard=P, stack={"flat_shards": True}) == copies(shard=1) == {}
+
+
+def test_gradients_are_added_up_whole_only_where_micro_batches_keep_them():
+    """A micro-batch that reduces its gradients to shards adds nothing to a whole sum: `fully_shard` copies the gradients of a unit once
+    (`unit-copy-in`) and frees them. A flat reduction reads them in 16 bits and writes its buffer. Bytes of an element of a weight:"""
+    sums = MIXED_DTYPES * (2 + 4 + 4)
+
+    def moved(stack=None, work=TWICE, **changes):
+        program = lowered(GPT.but(tied=False), work, Stack(fused=(), **(stack or {})), microbatch=1, **changes)
+        ops = [op for phase, op in program.ops("dense") if phase == "W" and op.name == "qkv-accumulate"]
+        return sum(one(op.bytes) for op in ops) / (3 * GPT.hidden**2)
+
+    flat = {"flat_shards": True}
+    assert moved() == moved(replicate=P) == moved(zero=1, shard=P) == pytest.approx(sums)
+    assert moved(zero=3, shard=P, reduce="step") == moved(zero=3, shard=1) == pytest.approx(sums)
+    assert moved(zero=3, shard=P, pp=2) == pytest.approx(sums)  # stages reduce after their last backward
+    assert moved(zero=3, shard=P) == 0
+    assert moved(zero=2, shard=P) == moved(flat, zero=3, shard=P) == pytest.approx(2 + 4)
+    assert moved(flat, zero=3, shard=P, comm_dtype="bf16") == pytest.approx(2 + 2)
+    assert moved(grad_dtype="bf16") == pytest.approx(3 * 2)
+
+
+def test_the_gradient_of_an_embedding_has_all_rows_of_the_vocabulary():
+    """Zeroed in 16 bits and added as a whole. That of a head whose loss is computed in chunks is summed and scaled in 32 bits."""
+
+    def moved(block, name, **fields):
+        program = lowered(GPT.but(tied=False), TWICE, Stack(**fields), microbatch=1)
+        weights = program.batch.model.padded_vocab * GPT.hidden
+        return sum(one(op.bytes) for _, op in program.ops(block) if op.name == name) / weights
+
+    assert moved("embedding", "embedding-zero") == pytest.approx(2)
+    assert moved("embedding", "embedding-accumulate") == pytest.approx(MIXED_DTYPES * 10)
+    assert moved("head", "logits-accumulate", fused=()) == pytest.approx(MIXED_DTYPES * 10)
+    assert moved("head", "logits-scale", fused=()) == 0
+    chunked = {"fused": (), "logits_chunk": 2.0**29}
+    assert moved("head", "logits-scale", **chunked) == pytest.approx(4 + 4)
+    assert moved("head", "logits-accumulate", **chunked) == pytest.approx(4 + 4 + 4)

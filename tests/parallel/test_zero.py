@@ -301,3 +301,49 @@ def test_narrow_gradients_are_added_in_float32_without_a_converted_copy(kind):
     for p, total in zip(module.parameters(), wanted, strict=True):
         assert p.grad.dtype == torch.float32
         assert torch.equal(p.grad, total)
+
+
+@pytest.mark.parametrize(
+    ("fields", "adds"),
+    [
+        ({"replicate": 2}, True),
+        ({"zero": 1, "shard": 2}, True),
+        ({"zero": 3, "shard": 2, "reduce": "step"}, True),
+        ({"zero": 2, "shard": 2}, False),
+        ({"zero": 3, "shard": 2}, False),
+    ],
+)
+def test_whole_gradients_are_added_up_where_the_cost_model_says(fields, adds):
+    """Micro-batches that reduce to shards copy their 16-bit gradients to the buffer of the reduction, and add none of them to a sum in float32."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from meshwright.describe.stack import Stack
+    from meshwright.lower.step import step_program
+    from meshwright.parallel.apply import apply
+    from meshwright.training.data.samples import RandomSamples
+    from meshwright.training.fake_group import fake_group, filled_receives
+    from meshwright.training.loop import Trainer
+
+    model = Model(hidden=64, layers=2, heads=4, kv_heads=2, ffn=160, vocab=96)
+    plan, work = Plan(microbatch=1, **fields), Workload(batch=4, seq=16, precision="bf16")
+    added = copied = 0
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal added, copied
+            tensors = [x for x in args if isinstance(x, torch.Tensor) and x.dim() > 0]
+            if str(function) == "aten.add_.Tensor" and len({x.dtype for x in tensors}) > 1:
+                added += tensors[0].numel()
+            copied += "chunk_cat" in str(function)
+            return function(*args, **kwargs or {})
+
+    with fake_group(0, plan.world), filled_receives():
+        trainer = Trainer(apply(model, plan, work, 0, dtype=torch.bfloat16), RandomSamples(model, 16, 0, False))
+        with Seen():
+            trainer.train(1)
+    program = step_program(model, plan, work, Stack(fused=()))
+    sums, copies = program.batch.gradient_passes("dense")
+    assert (added > sum(model.parameters().values()) / 2) == sums.all() == adds
+    assert (added == 0) == (not sums.any())
+    assert (copied > 0) == (fields.get("zero", 0) > 0)
+    assert copies.all() == (fields == {"zero": 2, "shard": 2})

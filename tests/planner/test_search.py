@@ -379,3 +379,17 @@ def test_a_fuller_rank_that_a_batch_does_not_look_at_is_found():
         peak = estimate(Config(model, cluster, plan, where.workload, stack)).prediction.memory_gib * 2**30
         assert peak <= limit
         assert peak == pytest.approx(found.rows.memory[i], rel=1e-9)
+
+
+@pytest.mark.parametrize("stack", ["fsdp", "torchtitan", "meshwright"])
+def test_frames_bound_plans_that_keep_no_whole_gradients(stack):
+    """ZeRO-2 and 3 inside a node, where weights are gathered behind compute: adding up whole gradients would take longer than their reduction."""
+    stack = catalog.load("stacks", stack).but(can={})
+    work = Workload(batch=64, seq=1024)
+    config = Config(catalog.load("models", "llama3-8b"), catalog.load("clusters", "dgx-h100").with_gpus(8), stack=stack)
+    fixed = choices.read(fix=["tp=1", "cp=1", "pp=1", "microbatch=1"])
+    where = Space(config.but(workload=work), choices.choices(Plan(), fixed, tuple(stack.order)))
+    frames = bounds.of_frames(where, where.frames)
+    rows = where.scheduled(where.sharded(where.placed(where.shaped(frames.but(bound=frames.time)))))
+    assert {0, 1, 2, 3} == set(rows.zero.tolist())
+    assert (rows.bound <= Search(where, np.inf).cost(rows).time).all()

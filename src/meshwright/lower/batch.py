@@ -89,6 +89,7 @@ class Batch(PlanArrays):
     overlap: dict[str, Column]  # 1 where the communication of an axis overlaps with compute
     reshard: Column
     wrap: Column  # layers of a ZeRO unit
+    sums_whole: Column | np.bool = np.True_  # False in bounds of plans of which some have no whole sum of gradients
 
     def __init__(
         self,
@@ -278,6 +279,18 @@ class Batch(PlanArrays):
     def sharded(self, group: str) -> Column:
         """Mark plans in which ZeRO shards parameters of a group: experts only where a shard group holds several copies of one."""
         return (self.zero >= 1) & (self.size(DATA_AXES[group].shard) > 1)
+
+    @property
+    def copies_units(self) -> bool:
+        """Whether a unit of ZeRO-3 is copied between its parameters and the buffers of its collectives (`lower.gradients`)."""
+        return self.units and self.stack.asynchronous and self.stack.gathers == "layer"
+
+    def gradient_passes(self, group: str) -> tuple[Column, Column]:
+        """Mark plans that add the gradients of each micro-batch to a whole sum, and plans that copy them to the buffer of their reduction instead: a
+        micro-batch that reduces its gradients to shards adds to the shards only (torch: _fsdp_param_group.py, post_backward). The copies of units
+        of ZeRO-3 are counted with their collectives."""
+        to_shards = (self.zero >= 2) & self.reduce_each & self.sharded(group) | ~self.sums_whole
+        return ~to_shards, to_shards & ~(self.copies_units & (self.zero == 3))
 
     @property
     def all_reduced(self) -> Column | np.bool:

@@ -199,15 +199,18 @@ class BlockBuilder:
         self.memory("I", f"{name}-lora-add-grad", part, size_in, 3, 1)
 
     def accumulate(self, name: str, part: str, weights: Array, launches: Array) -> None:
-        """Add the gradient of `weights` numbers to the sum over micro-batches. torch's kernel for two dtypes reads number by number. A loss that is
-        computed in chunks sums the gradient of its weight in 32 bits, and scales it at the end."""
+        """Add the gradient of `weights` numbers to the sum over micro-batches, or copy it to the buffer in which this micro-batch reduces it. torch's
+        kernel that adds two dtypes reads number by number. A loss that is computed in chunks sums the gradient of its weight in 32 bits, and
+        scales it at the end."""
+        b = self.b
         e: Array = self.element
-        wide = self.b.grad_bytes
-        if name == "logits" and np.any(self.b.fuses_loss):
-            self.memory("W", f"{name}-scale", part, weights, 8.0 * self.b.fuses_loss, 1)
-            e = np.where(self.b.fuses_loss, 4.0, e)
-        passes = (e + 2 * wide) * np.where(wide != e, MIXED_DTYPES, 1.0)
-        self.memory("W", f"{name}-accumulate", part, weights, passes, launches)
+        if name == "logits" and np.any(b.fuses_loss):
+            self.memory("W", f"{name}-scale", part, weights, 8.0 * b.fuses_loss, 1)
+            e = np.where(b.fuses_loss, 4.0, e)
+        added, copied = b.gradient_passes("expert" if part == "experts" else "dense")
+        passes = added * (e + 2 * b.grad_bytes) * np.where(b.grad_bytes != e, MIXED_DTYPES, 1.0)
+        passes = passes + copied * (e + b.comm_bytes)
+        self.memory("W", f"{name}-accumulate", part, weights, passes, launches * (added | copied & b.sums_whole))
 
     def product(
         self,

@@ -223,7 +223,7 @@ def _unit_copy(b: Batch, name: str, count: Array, size: Array) -> list[Op]:
     """The copy between the buffer of a unit's collective and its parameters or gradients: `fully_shard` gathers the shards of a unit rank by rank and
     copies them to the parameters, and brings 16-bit gradients to the order and the dtype of the reduce-scatter. Both run on the stream that computes
     (torch: fsdp/_fully_shard/_fsdp_collectives.py, split_with_sizes_copy and chunk_cat). Flat shards are gathered in place."""
-    if not (b.units and b.stack.asynchronous and b.stack.gathers == "layer"):
+    if not b.copies_units:
         return []
     return [Op(name, "copies", "memory", count, bytes=size, elementwise=name)]
 

@@ -20,8 +20,8 @@ behind backward, so a slower rank has a shorter closing; but it gains less there
 communication. If each virtual stage cuts its gradients into buckets separately, there are more and smaller messages: their total time is longer,
 but the last message, which nothing hides, may be shorter.
 
-F, I and W depend only on the fields that change the work inside a layer, not on pp, dp or the batch. So a few **kernels** (distinct combinations of
-these fields) are costed for all frames.
+F, I and W depend only on the fields that change the work inside a layer, not on the batch, and on pp and dp only in whether gradients are kept whole.
+So a few **kernels** (distinct combinations of these) are costed for all frames.
 """
 
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def kernel(space: Space, rows: PlanArrays) -> PlanArrays:
 
 def kernels(space: Space, rows: PlanArrays) -> PlanArrays:
     """Rows with the costs of their kernel; each distinct kernel is costed once."""
-    columns = [rows.columns[name] for name in KERNEL]
+    columns = [*(rows.columns[name] for name in KERNEL), space.sums_whole(rows)]
     if "order" in rows:
         columns += [rows.order, rows.pp, rows.dp]
     _, first, which = np.unique(codes(columns), return_index=True, return_inverse=True)

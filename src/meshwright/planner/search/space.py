@@ -261,9 +261,15 @@ class Space(LegalOptions):
         columns["layers_per_stage"] = [self.stages(int(pp)) for pp in rows.pp] if self.framework_divides else ()
         kind = Batch if "order" in rows else Innermost
         batch = kind(PlanArrays(**columns), self.model, self.workload, self.stack)
-        if "zero" not in rows:  # a bound for all stages: the one that overlaps
+        if "zero" not in rows:  # a bound for all stages: overlap as of ZeRO-3, and no sum of whole gradients
             batch.overlap["dp"] = batch.overlap_of("dp", 3)
+            batch.sums_whole = self.sums_whole(rows)
         return batch
+
+    def sums_whole(self, rows: PlanArrays) -> Column:
+        """Mark rows whose plans all keep whole gradients of a micro-batch: in a pipeline ZeRO reduces them after its last action."""
+        stages = self.choices.numbers("zero", self.choices.words["zero"])
+        return (rows.pp > 1) | (rows.dp * rows.cp == 1) | np.bool_(max(stages, default=0) < 2)
 
     def plan(self, rows: PlanArrays, i: int) -> Plan:
         """One row as a plan; fields that equal the stack's or the default value are not set."""
