@@ -247,3 +247,17 @@ def test_megatron_deepspeed_has_gelu_without_swiglu(tmp_path) -> None:
     model = read_settings(script, gpus=384).shape.model
     assert (model.activation, model.ffn) == ("gelu", 4 * 14336)
     assert round(sum(model.parameters().values()) / 1e9) == 180
+
+
+def test_flags_with_dashes_can_matter(tmp_path) -> None:
+    """A name that speaks of a size is not filed under "ignored" because it is written with dashes."""
+    script = tmp_path / "train.sh"
+    words = (
+        "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --ddp-bucket-size 400000000 --overlap-grad-reduce"
+    )
+    script.write_text(
+        f"python pretrain_gpt.py {words} --intermediate-size 11008 --xielu --padded-vocab-size 9 --eod-mask-loss\n"
+    )
+    reading = read_settings(script, gpus=8)
+    assert reading.plan.bucket == 8e8
+    assert reading.understood.unknown == ["--intermediate-size", "--xielu", "--padded-vocab-size"]

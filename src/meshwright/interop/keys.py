@@ -33,7 +33,7 @@ LEAST_LETTERS, MOST_WRONG_LETTERS = 6, 2
 MATTERS = re.compile(
     r"para|degree|shard|replicat|pipeline|stage|virtual|micro|batch_?size|num_?tokens|seq_?len|max_length|context_len|recompute|"
     r"checkpoint_activ|activation|offload|zero|fsdp|dtype|precision|bf16|fp16|fp8|fp4|mxfp|expert|num_layers|n_layers|hidden_size|"
-    r"num_attention_heads|kv_heads|vocab_size|lora|adapter|load_in|optimizer|nodes|gpus|world|_size$|(^|[._-])(tp|pp|cp|ep|dp|vp|sp)([._-]|$)"
+    r"num_attention_heads|kv_heads|vocab_size|pad\w*_vocab|bucket|freeze|frozen|[a-z][eg]lu$|glu_activation|sliding_window|deepspeed_config|lora|adapter|load_in|optimizer|nodes|gpus|world|_size$|(^|[._-])(tp|pp|cp|ep|dp|vp|sp)([._-]|$)"
 )
 # Last parts of keys that change neither time nor memory of a step: hyperparameters of the update, lengths of a run, names and paths, logging.
 NO_EFFECT = re.compile(
@@ -135,11 +135,12 @@ class Table:
             return "unknown"
         if any(is_misspelling(name, each) for each in self.names if last not in known or last_part(each) == last):
             return "unknown"
-        if known and last not in known and MATTERS.search(name.lower()):
+        matters = MATTERS.search(name.lower().replace("-", "_")) is not None
+        if known and last not in known and matters:
             return "unknown"
         if any(re.search(pattern, name) for pattern in self.not_modelled):
             return "not modelled"
-        return "unknown" if MATTERS.search(name.lower()) else "ignored"
+        return "unknown" if matters else "ignored"
 
 
 @dataclass
