@@ -195,3 +195,24 @@ def test_nothing_is_started(tmp_path: Path) -> None:
     target = tmp_path / "made"
     script_of(f"touch {target}\nX=$(touch {target})\n`touch {target}`\necho x > {target}\neval 'touch {target}'\n")
     assert not os.path.exists(target)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "torchrun --nnodes 4 --nproc_per_node 8 train.py --job.config_file ./llama3_8b.toml",
+            "the file that its program reads: ./llama3_8b.toml",
+        ),
+        ("torchrun --nnodes 4 --nproc_per_node 8 train.py --hidden_width 4096", "no settings that are known"),
+        (
+            "torchrun train.py --num_layers 4 --lr 1 --bf16 1 --hidden_size 8 --train_batch_size 9 --sharding_strategy full --intermediate_size 2 --attn_size 3",
+            "others could matter",
+        ),
+    ],
+)
+def test_a_program_that_is_not_known_is_not_read_as_another(text: str, words: str, tmp_path: Path) -> None:
+    """The flags of torchrun are no settings of a framework, and a few common names do not make one."""
+    with pytest.raises(MeshwrightError, match="MW-SET-010") as raised:
+        read_settings(script(tmp_path, text))
+    assert words in str(raised.value)

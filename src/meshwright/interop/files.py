@@ -24,7 +24,7 @@ from meshwright.interop.frameworks import READABLE, framework_named
 from meshwright.interop.frameworks.torchtitan_python import program_settings
 from meshwright.interop.keys import Framework, Settings, flags, flattened
 from meshwright.interop.reading import SettingsReading, raise_first, understand
-from meshwright.interop.scripts import LEAST_KEYS, Script, read_script
+from meshwright.interop.scripts import LEAST_KEYS, TORCHRUN, Script, read_script
 from meshwright.interop.shapes import catalog_cluster
 from meshwright.units import format_count
 from meshwright.version import install_command
@@ -96,7 +96,7 @@ def detect(settings: dict[str, Any], args: list[str] | None = None) -> Framework
 
 def known_keys_of(settings: dict[str, Any], args: list[str] | None = None) -> dict[str, int]:
     """The number of these keys that each framework has."""
-    given = set(settings) | set(flags(args or []))
+    given = (set(settings) | set(flags(args or []))) - set(TORCHRUN)
     bare = {name.removeprefix("--").replace("-", "_") for name in flags(args or []) if "." in name}
     return {f.name: len(f.table.names & (given | bare)) for f in READABLE.values()}
 
@@ -110,6 +110,7 @@ def recognise(settings: dict[str, Any], args: list[str], path: str | Path, named
             f"'{path}' has no settings that are known",
             why="Fewer than two of its keys belong to one framework",
             valid=[f.title for f in READABLE.values()],
+            fix=named_file(args),
         )
     hits = known_keys_of(settings, args)
     if named is None or 2 * hits[named.name] >= hits[framework.name]:
@@ -122,11 +123,32 @@ def recognise(settings: dict[str, Any], args: list[str], path: str | Path, named
     )
 
 
+def named_file(args: Sequence[str]) -> str:
+    """What to give instead of a script whose program reads its settings from a file."""
+    files = [word for word in args if Path(word).suffix in (".toml", ".json", *YAML) and not word.startswith("--")]
+    return f"give the file that its program reads: {files[0]}" if files else ""
+
+
+def refuse_other_program(reading: SettingsReading, path: str | Path, known: int) -> None:
+    """Raise if a script has some flags of a framework, but more that could matter and that the framework does not have."""
+    unknown = [key for key in reading.understood.unknown if " = " not in key]
+    if len(unknown) > known:
+        raise MeshwrightError(
+            "MW-SET-010",
+            f"'{path}' starts a program that is not known",
+            why=f"{known} of its flags belong to {reading.framework.title}, but {len(unknown)} others could matter: {', '.join(unknown[:6])}",
+            fix="write the run as a plan file (docs/tutorial.md)",
+        )
+
+
 def read_settings(path: str | Path, *, gpus: int = 0, model: str = "", text: str | None = None) -> SettingsReading:
     """The reading of a settings file."""
     parsed = parse(path, text)
     framework = recognise(parsed.settings, parsed.args, path)
-    return understand(framework, parsed.settings, parsed.args, gpus=gpus, model=model, script=parsed.script)
+    reading = understand(framework, parsed.settings, parsed.args, gpus=gpus, model=model, script=parsed.script)
+    if parsed.script:
+        refuse_other_program(reading, path, known_keys_of(parsed.settings, parsed.args)[framework.name])
+    return reading
 
 
 def target_framework(name: str, file: str) -> Framework | None:
