@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.errors import MeshwrightError
 from meshwright.interop import rules_megatron, rules_torch
-from meshwright.interop.files import read_settings
+from meshwright.interop.files import configure, read_settings
 from meshwright.interop.recipes import check
 from meshwright.interop.rules import SettingsOptions
 from meshwright.interop.rules_megatron import MEGATRON_RULES
@@ -261,3 +262,49 @@ def test_flags_with_dashes_can_matter(tmp_path) -> None:
     reading = read_settings(script, gpus=8)
     assert reading.plan.bucket == 8e8
     assert reading.understood.unknown == ["--intermediate-size", "--xielu", "--padded-vocab-size"]
+
+
+MEGATRON = (
+    "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention --num-query-groups 8 --swiglu "
+    "--vocab-size 128256 --seq-length 4096 --micro-batch-size 1 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --bf16"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "severity", "words"),
+    [
+        ("--num-query-groups 6", "error", "6 KV heads do not divide 64 heads"),
+        ("--recompute-granularity full --recompute-method block", "error", "without the number of layers"),
+        (
+            "--recompute-activations --recompute-granularity full --recompute-method uniform",
+            "error",
+            "selective recompute with recompute method",
+        ),
+        ("--fp8-format hybrid --transformer-impl local", "warning", "local transformer implementation"),
+        ("--fp8-recipe delayed", "warning", "without --fp8-format"),
+        (
+            "--tensor-model-parallel-size 1 --sequence-parallel",
+            "note",
+            "sequence parallelism with tensor parallelism 1",
+        ),
+        ("--num-layers-per-virtual-pipeline-stage 7", "error", "do not divide into stages of 7 layers"),
+    ],
+)
+def test_mistakes_in_a_launch_script(changes: str, severity: str, words: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(f"python pretrain_gpt.py {MEGATRON} {changes}\n")
+    found = [problem for problem in read_settings(script, gpus=64).problems if words in problem.what]
+    assert [problem.severity for problem in found] == [severity]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"), [("--num-query-groups 6", "MW-MODEL-003"), ("--global-batch-size 500", "MW-PLAN-011")]
+)
+def test_the_fix_of_an_illegal_script_works(changes: str, code: str, tmp_path: Path) -> None:
+    """A fix that is offered as --set is applied before the plan is judged."""
+    script = tmp_path / "train.sh"
+    script.write_text(f"python pretrain_gpt.py {MEGATRON} --global-batch-size 512 {changes}\n")
+    with pytest.raises(MeshwrightError) as raised:
+        configure(plan=script, cluster="dgx-h100", gpus=64)
+    assert raised.value.code == code
+    configure(plan=script, cluster="dgx-h100", gpus=64, set=[raised.value.fix.removeprefix("--set ")])

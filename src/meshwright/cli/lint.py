@@ -1,6 +1,7 @@
 """`meshwright lint`: anti-patterns of a plan, with their cost in seconds; and mistakes in recipes of other frameworks."""
 
 import json
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import typer
@@ -31,7 +32,7 @@ def command(
         lint_recipes(recipes, as_json)
         return
     reading = read_settings(file, gpus=asked["gpus"], model=model) if is_settings_file(file) else None
-    if reading is not None and lint_settings(reading, file, as_json):
+    if reading is not None and lint_settings(reading, file, as_json, asked["set"]):
         raise typer.Exit(1)
     lint_plan(configure(model, plan=file, **asked), as_json, reading)
 
@@ -50,19 +51,15 @@ def lint_plan(config: Config, as_json: bool, reading: Any) -> None:
         raise typer.Exit(1)
 
 
-def lint_settings(reading: Any, file: str, as_json: bool) -> bool:
+def lint_settings(reading: Any, file: str, as_json: bool, overrides: Sequence[str]) -> bool:
     """Print what was read of a settings file; whether its own contradictions end the check here."""
     if not as_json:
         show(view.page(reading, file))
-    if not reading.errors:
+    if not reading.blocking(overrides):
         return False
     if as_json:
         findings = [problem.as_dict() for problem in reading.problems]
         show_json({"step_time_s": None, "findings": findings, "settings": view.as_dict(reading)})
-    else:
-        for problem in reading.problems:
-            fix = f"  [green]fix[/] {problem.fix}" if problem.fix else ""
-            show(f"[bold red]✗ {problem.code}[/]  {problem.what}. {problem.why}{fix}")
     return True
 
 

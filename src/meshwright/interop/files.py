@@ -227,7 +227,7 @@ def configure(model: Any = "", cluster: Any = "", **asked: Unpack[Asked]) -> Con
     named = "" if model is source else model
     gpus, nodes, workload = asked.get("gpus", 0), asked.get("nodes", 0), asked.get("workload")
     reading = read_settings(source, gpus=gpus or nodes * _node(cluster) or _gpus_of(cluster))
-    raise_first(reading.errors)
+    raise_first(reading.blocking(asked.get("set", ())))
     cluster = cluster or catalog_cluster(reading.hardware)
     if reading.gpus and not nodes and not gpus and cluster and not _gpus_of(cluster):
         asked["gpus"] = reading.gpus
@@ -297,6 +297,8 @@ def load_user_plan(path: str | Path, gpus: int) -> Plan:
 def model_part(reading: SettingsReading, source: object, overrides: Sequence[str] = ()) -> str | dict[str, Any]:
     """The model of settings as a plan file has it. `overrides` may state what the settings do not."""
     shape = reading.shape
+    if shape.refused:
+        return dict(shape.numbers)
     given = {word.partition("=")[0].strip() for word in overrides}
     missing = [f"model.{name}" for name in shape.missing if f"model.{name}" not in given]
     if missing:

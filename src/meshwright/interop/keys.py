@@ -125,6 +125,10 @@ class Table:
     def facts(self) -> set[str]:
         return {key.fact for key in self.keys if key.writable}
 
+    def meant(self, name: str) -> str:
+        """The key that an unknown one may be a misspelling of; "": none."""
+        return next((each for each in sorted(self.names) if is_misspelling(name, each)), "")
+
     def kind_of(self, name: str) -> str:
         """Classify an unlisted key: "no effect", "not modelled", "unknown" (it could matter) or "ignored"."""
         last = last_part(name)

@@ -221,6 +221,10 @@ class SettingsReading:
     def errors(self) -> list[SettingsProblem]:
         return [p for p in self.problems if p.severity == "error"]
 
+    def blocking(self, overrides: Sequence[str] = ()) -> list[SettingsProblem]:
+        """The errors that end the reading. Overrides may mend an illegal plan or model, which the plan file's own checks then decide."""
+        return [p for p in self.errors if not overrides or p.code.startswith("MW-SET")]
+
 
 def raise_first(problems: Sequence[SettingsProblem]) -> None:
     """Raise the first of some problems."""
@@ -263,6 +267,7 @@ def understand(
     reading = SettingsReading(framework, understood, assembled, found, hardware, adapter=adapter)
     reading.problems = [
         *_left_open(understood),
+        *_refused_shape(found),
         *assembled.problems,
         *check_facts(reading.facts, framework, assembled, found, hardware, merged),
     ]
@@ -271,6 +276,12 @@ def understand(
     if not reading.errors:
         reading.problems += _illegal(reading)
     return reading
+
+
+def _refused_shape(shape: ShapeKeys) -> list[SettingsProblem]:
+    """Numbers of the model that contradict each other."""
+    error = shape.refused
+    return [] if error is None else [SettingsProblem(error.code, error.what, error.why, error.fix)]
 
 
 def _left_open(understood: Understood) -> Iterator[SettingsProblem]:

@@ -17,7 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.interop.keys import Facts, Framework, SettingsProblem, plain
 
@@ -74,11 +74,11 @@ class SettingsOptions:
 
     @property
     def full(self) -> bool:
-        return self["recompute_granularity"] == "full"
+        return self["recompute_granularity"] == "full" and not self.on("recompute_activations")
 
     @property
     def selective(self) -> bool:
-        return self["recompute_granularity"] == "selective"
+        return self["recompute_granularity"] == "selective" or self.on("recompute_activations")
 
     @property
     def virtual(self) -> int:
@@ -113,6 +113,7 @@ class Rule:
     why: str
     fix: str
     code: str = "MW-SET-009"
+    severity: Literal["error", "warning", "note"] = "error"
 
 
 def check_rules(
@@ -127,9 +128,8 @@ def check_rules(
     words = defaultdict(lambda: "?", known | numbers | degrees | {"levels": levels, "virtual": options.virtual})
     for rule in rules:
         if framework.name in rule.where and rule.when(options):
-            yield SettingsProblem(
-                rule.code, rule.what.format_map(words), rule.why.format_map(words), rule.fix.format_map(words)
-            )
+            what, why, fix = (text.format_map(words) for text in (rule.what, rule.why, rule.fix))
+            yield SettingsProblem(rule.code, what, why, fix, rule.severity)
 
 
 def _short(name: str) -> str:

@@ -115,6 +115,8 @@ class ShapeKeys:
     source: str = ""
     layers_stated: bool = False  # the number of layers is given, not known by the model's name only
     changed: bool = False  # the settings change numbers of the catalog's entry
+    refused: MeshwrightError | None = None  # numbers that contradict each other, where all are stated
+    numbers: Mapping[str, Any] = field(default_factory=dict)  # of a model that is refused
 
     @property
     def layers(self) -> int | None:
@@ -179,11 +181,13 @@ def shape_of(facts: Facts, name: str, shape: Mapping[str, Any] | None = None, tr
         fields["experts"], enough = DIVISIBLE * facts["ep"], False
     try:
         model = Model(**_filled(fields), name=_short(name))
-    except MeshwrightError:
+    except MeshwrightError as error:
         return ShapeKeys(
             Model(**_filled({"layers": fields.get("layers", 0)}), name=_short(name)),
             stated & {"layers"},
             source="settings",
+            refused=error if enough else None,
+            numbers=_filled(fields),
         )
     return ShapeKeys(model, stated, enough, partial, "settings", layers_stated="layers" in fields)
 

@@ -114,7 +114,10 @@ def _by_chunk(facts: Facts, pp: int, layers: int, split: int, framework: Framewo
     chunk, rounding = facts["layers_per_chunk"], facts.get("round_stages")
     if framework.splits_evenly:
         if split % pp or split // pp % chunk:
-            return _refused(1, f"{layers} layers over pp = {pp} do not divide into stages of {chunk} layers", EVEN)
+            legal = [n for n in range(1, split // pp + 1) if split % pp == 0 and split // pp % n == 0]
+            nearest = min(legal, key=lambda n: abs(n - chunk), default=0)
+            fix = f"{nearest} layers per virtual stage" if legal else "a pipeline size that divides the layers"
+            return _refused(1, f"{layers} layers over pp = {pp} do not divide into stages of {chunk} layers", EVEN, fix)
         return StageDivision(split // pp // chunk)
     count = math.ceil(layers / chunk)
     if rounding:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.errors import printable
+from meshwright.interop.keys import SettingsProblem
 from meshwright.interop.migrated_keys import Migration
 from meshwright.interop.reading import SettingsReading
 from meshwright.interop.recipes import RecipeVerdict
@@ -16,6 +17,7 @@ from meshwright.units import Json, format_seconds
 from meshwright.view.tables import titled
 
 MOST = 12  # keys in a line of a kind that does not matter
+SEVERITIES = {"error": ("✗", "bold red"), "warning": ("!", "bold yellow"), "note": ("·", "dim")}
 HARMLESS = ("ignored", "no effect")
 KINDS = {
     "left open": ("the script does not assign it", "bold red"),
@@ -36,16 +38,26 @@ def page(reading: SettingsReading, name: str) -> RenderableType:
     rows = [(fact, _shown(used.get(key)), Text(key, "dim")) for fact, key in sources.items()]
     facts = titled("", ("understood", "value", "key"), rows)
     lines: list[RenderableType] = [Text.assemble((f"{name}: settings of {reading.framework.title}", "bold")), facts]
+    meant = reading.framework.table.meant
     for kind, (words, style) in KINDS.items():
         keys = reading.understood.others.get(kind, [])
         if keys:
             most = MOST if kind in HARMLESS else len(keys)
             more = f" and {len(keys) - most} more" if len(keys) > most else ""
-            listed = f"{', '.join(keys[:most])}{more}"
+            spelled = [f"{key} (did you mean {near}?)" if (near := meant(key)) else key for key in keys[:most]]
+            listed = f"{', '.join(spelled)}{more}"
             lines.append(Text.assemble((f"{kind}: ", style), listed, (f"  ({words})", "dim")))
     if reading.assembled.assumed:
         lines.append(Text.assemble(("assumed: ", "dim"), ", ".join(reading.assembled.assumed)))
+    lines += [problem_line(problem) for problem in reading.problems]
     return Group(*lines, Text())
+
+
+def problem_line(problem: SettingsProblem) -> Text:
+    """Return what is wrong with settings, why, and the fix."""
+    mark, style = SEVERITIES[problem.severity]
+    text = Text.assemble((f"{mark} {problem.code}  ", style), problem.what, f". {problem.why}" if problem.why else "")
+    return text.append("  fix ", "green").append(problem.fix) if problem.fix else text
 
 
 def as_dict(reading: SettingsReading) -> Json:
@@ -55,6 +67,7 @@ def as_dict(reading: SettingsReading) -> Json:
         "understood": dict(reading.understood.used.items()),
         **{kind.replace(" ", "_"): reading.understood.others.get(kind, []) for kind in KINDS},
         "assumed": reading.assembled.assumed,
+        "problems": [problem.as_dict() for problem in reading.problems],
     }
 
 

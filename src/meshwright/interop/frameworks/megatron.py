@@ -91,6 +91,7 @@ def _derive(facts: Facts) -> None:
         facts["model.tied"] = not facts["untied"]
     if facts.get("model.q_rank") and facts.get("model.kv_rank"):
         facts["model.attention"] = "mla"
+    facts["stated_sp"] = facts.get("sp")
     if facts.get("tp", 1) == 1:
         facts["sp"] = False
 
