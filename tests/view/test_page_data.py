@@ -18,8 +18,10 @@ from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.lint.finding import Finding
 from meshwright.predict.estimate import estimate
 from meshwright.view.json_schema import schema_of
-from meshwright.view.page import advice
+from meshwright.view.page import advice, published
 from meshwright.view.page.choices import choices
+from meshwright.view.page.opened import PLANNED
+from meshwright.view.page.presets import presets
 from meshwright.view.page.registry import SEARCH, VIEWS
 from meshwright.view.page.shapes import SHAPES
 from meshwright.view.page.subject import FIRST_LEADERS, Shared, Subject
@@ -380,3 +382,17 @@ def test_a_finding_that_needs_a_larger_batch_sets_it():
     assert advice.inputs_of(Plan(pp=4), larger) == {"workload.batch": 64}
     fewer = Finding("MW-LINT-004", "too few micro-batches", "warning", "", fix="--set plan.pp=2", fixed=Plan(pp=2))
     assert advice.inputs_of(Plan(pp=4), fewer) == {"plan.pp": 2}
+
+
+def test_a_preset_has_all_sections_so_that_nothing_of_the_page_stays() -> None:
+    assert {frozenset(one["state"]) for one in presets()} == {frozenset(PLANNED)}
+
+
+def test_the_preset_of_a_published_run_is_predicted_as_the_table_of_published_runs() -> None:
+    states = {one["title"].rpartition(": ")[2]: one["state"] for one in presets() if one["group"] == "Published runs"}
+    table = {run["run"]: run["predicted_s"] for run in published.all_runs()}
+    assert states.keys() == table.keys()
+    for name, state in states.items():
+        assert estimate(Config.from_document(state)).prediction.step_time_s == pytest.approx(table[name], rel=1e-4), (
+            name
+        )

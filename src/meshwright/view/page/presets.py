@@ -5,11 +5,12 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from meshwright.calibrate.runs.rows import case, read
+from meshwright.calibrate.runs.rows import apply_readings, case, read
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.planner.cases import studies
 from meshwright.units import Json, format_seconds
+from meshwright.view.page.opened import PLANNED
 
 A100, H100 = "dgx-a100", "dgx-h100"
 MODELER = {
@@ -50,8 +51,8 @@ def presets() -> list[Json]:
 
 
 def preset(group: str, title: str, about: str, config: Config, view: str = "") -> Json:
-    """A preset with the sections of its configuration that are not empty."""
-    state = {name: part for name, part in config.to_dict().items() if part}
+    """A preset with all sections of its configuration: an empty one has the defaults, whatever the page showed before."""
+    state = {name: part for name, part in config.to_dict().items() if name in PLANNED}
     cluster = state["cluster"] if isinstance(state["cluster"], dict) else {"extends": state["cluster"]}
     state["cluster"] = {**cluster, "gpus": config.plan.world}
     return {"group": group, "title": title, "about": about, "state": state, "page": {"view": view} if view else {}}
@@ -74,7 +75,7 @@ def published() -> Iterator[Json]:
     """The well-known runs whose settings are complete."""
     for row in read(str(files("meshwright.calibrate.runs").joinpath("headline.csv"))):
         try:
-            run = case(row)
+            run = apply_readings(case(row))
             config = Config(run.model, run.cluster, run.plan, run.workload, run.stack).check()
         except MeshwrightError:
             continue

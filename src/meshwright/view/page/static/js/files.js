@@ -127,7 +127,7 @@ async function part(file, name) {
 function scenarios({ scenarios: list }) {
   const legal = list.filter((one) => typeof one?.name === "string" && one.config && typeof one.config === "object" && state.SECTIONS.every((key) => key === "adapter" || one.config[key]));
   if (!legal.length) throw new source.Refusal(failed("the file has no scenario with a name and all sections", "", state.SECTIONS));
-  return { kind: `${legal.length} scenarios`, config: {}, scenarios: legal.slice(0, state.MOST_PINS), unread: list.filter((one) => !legal.includes(one)).map((one, i) => one?.name ?? `scenario ${i + 1}`) };
+  return { kind: `${legal.length} scenarios`, config: {}, scenarios: legal.slice(0, state.MOST_PINS).map(({ name, config }) => ({ name, config: { adapter: {}, ...config } })), unread: list.filter((one) => !legal.includes(one)).map((one, i) => one?.name ?? `scenario ${i + 1}`) };
 }
 
 // Traces and recordings.
