@@ -246,6 +246,22 @@ def test_runs_of_llm_foundry_used_triton_but_for_its_large_sweep(table, kernel):
     assert apply_readings(case(**fields)).stack.attention == "flash"
 
 
+@pytest.mark.parametrize(
+    ("table", "file", "mode", "reduced"),
+    [
+        ("A100 80GB", "llm_foundry", "DEFAULT", "bf16"),
+        ("H100 80GB BF16 (Large Scale)", "llm_foundry", "DEFAULT", "fp32"),
+        ("A100 80GB", "of a user", "DEFAULT", "fp32"),
+        ("A100 80GB", "of a user", "PURE", "bf16"),
+    ],
+)
+def test_composer_reduced_gradients_in_16_bits_until_october_2023(table, file, mode, reduced):
+    """mosaicml/composer#2628; llm-foundry's tables but the last are of August 2023 (its pull request 543)."""
+    found = apply_readings(case(stack="composer-fsdp", table=table, file=file, zero_fsdp=f"mixed_precision={mode}"))
+    assert found.plan.reduce_dtype == reduced
+    assert found.plan.grad_dtype == ("bf16" if mode == "PURE" else "fp32")
+
+
 def test_memory_is_not_compared_if_zero_shards_over_an_unknown_number_of_gpus():
     row = {**BASE, "memory_gib": "30", "layers": "4", "model": "small", "ffn_hidden": "", "dp": ""}
     known, unknown, whole = predict_rows([row, {**row, "gpus": ""}, {**row, "gpus": "", "zero": "0"}])

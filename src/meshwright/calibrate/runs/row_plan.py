@@ -261,7 +261,7 @@ def _sharding(c: PublishedRun, d: RowDegrees, several: bool) -> Json:
         "master": not pure,
     }
     if pure:
-        fields["grad_dtype"] = "bf16"
+        fields |= {"grad_dtype": "bf16", "comm_dtype": "bf16"}
     if stack.half_states:
         added = d.pp > 1 or (several and stack.defers_reduction)
         fields |= {"master": False, "state_dtype": "bf16", "grad_dtype": "fp32" if added else "bf16"}

@@ -17,7 +17,7 @@ What the free text of a row says of its stack and its schedule, where the column
     parameters in fp32, autocast no separate master weights; gradients in fp32
     parameters in bf16 only      no master weights; gradients and states of the optimizer in bf16
     Megatron-Bridge's recipes    gradients in bf16 and fp8 by current scaling, as its configurations for performance set them
-    Triton in llm-foundry        the attention kernel `triton`, but for its large-scale sweep
+    llm-foundry                  gradients reduced in bf16, and attention by Triton where it says so, but for its large-scale sweep, which is later
     compiled blocks              the loss is eager, as in torchtitan before February 2025 (train.py: "compiling loss function causes CUDA errors")
     Megatron's functional tests  its defaults: no fused loss, which its performance recipes have
     fms-fsdp, selective          a share of the layers is recomputed whole
@@ -191,7 +191,8 @@ FACTS = (  # (source, model, pipeline stages) → virtual stages that a row does
     ("nvidia_dgxc_benchmarking", "Nemotron-4-340B", 8, 12),
 )
 TRITON = "default was triton flash-attention"  # llm-foundry's harness
-NOT_TRITON = "Large Scale"  # the table of its sweep with version 2
+FOUNDRY = "llm_foundry"
+LATER_SWEEP = "Large Scale"  # its table of January 2024: flash attention 2, and Composer with gradients reduced in fp32 (mosaicml/composer#2628)
 # scripts/performance in NVIDIA-NeMo/Megatron-Bridge: ddp.grad_reduce_in_fp32 = False; fp8 is bf16_with_fp8_current_scaling_mixed
 BRIDGE = "megatron_bridge_perf_summary"
 EAGER_LOSS = r"compile-block|Megatron-LM functional-test|torchtitan docs/performance|llama3_h100_202412"
@@ -203,7 +204,7 @@ def apply_readings(c: PublishedRun) -> PublishedRun:
         return c
     stack, plan_changes = _stack_name(c), {**_schedule(c), **_precision(c), **_recompute(c)}
     eager_loss = re.search(EAGER_LOSS, f"{c.row['source']} {c.row['notes']}") is not None
-    triton = re.search(TRITON, c.row["notes"]) is not None and not re.search(NOT_TRITON, c.row["table"])
+    triton = re.search(TRITON, c.row["notes"]) is not None and not re.search(LATER_SWEEP, c.row["table"])
     if stack is None and not plan_changes and not eager_loss and not triton:
         return c
     new_stack = c.stack if stack is None else catalog.load("stacks", stack)
@@ -255,6 +256,8 @@ def _precision(c: PublishedRun) -> Json:
     states = c.row["zero_fsdp"]
     if c.row["file"] == BRIDGE:
         return {"grad_dtype": "bf16", "comm_dtype": "bf16"}
+    if c.row["file"] == FOUNDRY and not re.search(LATER_SWEEP, c.row["table"]):
+        return {"comm_dtype": "bf16"}
     if "autocast" in states:
         return {"param_dtype": "fp32", "grad_dtype": "fp32", "comm_dtype": "fp32", "master": False}
     if "bf16 parameters and states" in states:
