@@ -118,6 +118,16 @@ def test_only_runs_of_one_problem_are_compared_for_regret():
         assert validate.score(made).regret is None
 
 
+def test_runs_that_differ_in_what_their_stack_does_are_costed_separately():
+    """fp8 of Megatron-Bridge's recipes scales each tensor by its own maximum, which other runs of the same stack and shape do not."""
+    row = {**BASE, "stack": "megatron-core", "dtype": "fp8", "gpu_type": "H100"}
+    both = [row, {**row, "file": rows.BRIDGE}]
+    together = [o.prediction.step_time_s for o in validate.predict_rows(both)]
+    apart = [validate.predict_rows([one])[0].prediction.step_time_s for one in both]
+    assert together == pytest.approx(apart)
+    assert together[0] < together[1]
+
+
 def test_times_that_were_added_up_lie_on_a_line_in_the_layers():
     """Three runs that differ in their layers only: 1, 1.5 and 2 s lie on a line; 1.53 s is 2% of itself away from it."""
     layers = {"12": 1.0, "18": 1.5, "24": 2.0}

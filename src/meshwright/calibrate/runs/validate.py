@@ -132,16 +132,7 @@ def costed_together(c: PublishedRun) -> tuple[Any, ...]:
     model = c.model.model_dump_json(exclude={"name"}, exclude_defaults=True)
     workload = c.workload.model_dump_json(exclude={"batch"}, exclude_defaults=True)
     rates = tuple(c.cluster.device_bandwidth(k) for k in range(len(c.cluster.levels)))
-    stack = (
-        c.stack.name,
-        c.stack.attention,
-        c.stack.fused,
-        c.stack.graphs,
-        c.stack.dispatch,
-        c.stack.reruns,
-        c.stack.wide_layers,
-    )
-    return model, workload, c.cluster.name, rates, *stack
+    return model, workload, c.cluster.name, rates, c.stack.model_dump_json(exclude_defaults=True)
 
 
 def _predict(together: list[Outcome], responding: list[Outcome]) -> None:
