@@ -8,16 +8,14 @@ import torch
 
 import ranks
 from meshwright.describe.config import Config
+from meshwright.explain.intervals import intersect, length, of_spans
 from meshwright.training.hooks import CommEvent, RankReport, RecordedStep
 from meshwright.training.measure.communication import (
     LoweredNames,
     Others,
     busiest,
     by_rank,
-    common,
-    length,
     parts_of_step,
-    union,
 )
 
 MODEL = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32, "vocab": 32, "tied": False}
@@ -42,9 +40,13 @@ def divided(made, *steps):
 
 
 def test_intervals():
-    assert union([(3, 4), (0, 2), (1, 2.5), (5, 5)]) == [(0, 2.5), (3, 4)]
-    assert common([(0, 2), (3, 6)], [(1, 4), (5, 9)]) == [(1, 2), (3, 4), (5, 6)]
-    assert length([(0, 2), (3, 4)]) == 3
+    """Of whole nanoseconds and of seconds."""
+    assert of_spans([(3, 4), (0, 2), (1, 2.5), (5, 5)]).tolist() == [[0, 2.5], [3, 4]]
+    assert intersect(of_spans([(0, 2), (3, 6)]), of_spans([(1, 4), (5, 9)])).tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert length(of_spans([(0, 2), (3, 4)])) == 3
+    assert length(of_spans([(0.25, 2.0), (3.0, 4.0)])) == 2.75
+    assert isinstance(length(of_spans([(0, 2)])), int)
+    assert length(of_spans([])) == 0
 
 
 def test_a_reduction_is_hidden_from_its_last_arrival_to_its_wait():

@@ -1,11 +1,13 @@
-"""Sets of time as arrays of intervals: n rows of start and end, sorted and disjoint. All operations are exact and take n log n."""
+"""Sets of time as arrays of intervals: n rows of start and end, sorted and disjoint, in nanoseconds or in seconds. All operations are exact
+and take n log n."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Intervals = NDArray[np.int64]
+Intervals = NDArray[Any]  # of whole numbers, or of floats
 EMPTY: Intervals = np.empty((0, 2), np.int64)
 
 
@@ -52,9 +54,9 @@ def clip(a: Intervals, start: int, end: int) -> Intervals:
     return rows[rows[:, 1] > rows[:, 0]]
 
 
-def length(a: Intervals) -> int:
+def length(a: Intervals) -> Any:
     """Total time of a disjoint set."""
-    return int((a[:, 1] - a[:, 0]).sum())
+    return (a[:, 1] - a[:, 0]).sum().item()
 
 
 def contains(a: Intervals, times: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -63,8 +65,9 @@ def contains(a: Intervals, times: NDArray[np.int64]) -> NDArray[np.bool_]:
     return (at >= 0) & (times < a[:, 1][np.maximum(at, 0)]) if len(a) else np.zeros(len(times), bool)
 
 
-def of_spans(spans: Iterable[tuple[int, int]]) -> Intervals:
-    return union(np.array([tuple(span) for span in spans], np.int64).reshape(-1, 2))
+def of_spans(spans: Iterable[tuple[float, float]]) -> Intervals:
+    """The times that lie in one of some spans."""
+    return union(np.array([tuple(span) for span in spans]).reshape(-1, 2))
 
 
 def innermost(start: NDArray[np.int64], end: NDArray[np.int64]) -> tuple[Intervals, NDArray[np.int64]]:

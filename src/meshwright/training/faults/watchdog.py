@@ -47,6 +47,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from meshwright.errors import MeshwrightError
+from meshwright.explain.intervals import length, of_spans
 from meshwright.host import process_start
 from meshwright.training.faults.heartbeat import (
     FAST_BEAT_S,
@@ -58,7 +59,6 @@ from meshwright.training.faults.heartbeat import (
     diagnose,
 )
 from meshwright.training.hooks import Hook, RecordedStep, StepRecord
-from meshwright.training.measure.communication import length, union
 from meshwright.units import Json, format_seconds
 
 DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
@@ -264,7 +264,9 @@ class Watchdog(Hook):
             if recorded.step <= self.last_measured:
                 continue
             self.last_measured = recorded.step
-            blocked = union(span for e in recorded.events for span in ((e.issued, e.returned), (e.waited, e.resumed)))
+            blocked = of_spans(
+                span for e in recorded.events for span in ((e.issued, e.returned), (e.waited, e.resumed))
+            )
             if len(self.own) == self.own.maxlen:
                 self.earlier.append(self.own[0])
             self.own.append(recorded.ended - recorded.began - length(blocked))

@@ -14,12 +14,11 @@ A collective is in progress from when its last rank has issued it. A message is 
 were issued. gloo does not report when a message arrived before its `wait`: it then counts with the median time of messages of
 its size that a rank waited for, and at most until its `wait`.
 
-Find the operation of the step program that an issued collective is, so that measured and predicted steps use the same names and parts.
-
-A rank knows of a collective its group, its kind and its bytes. The step program lists the operations of the plan with the same three. The
-best matches have the same ranks and kind, then the same bytes, then the same axis, then the nearest bytes (routing decides how many
-tokens an expert gets). Several operations may match equally, as the sums after attention and after the feed-forward layer; in a
-traced step the block and the order within it decide between them.
+**Names** (`LoweredNames`). A collective that was issued gets the name and the part of an operation of the step program. A rank knows of a
+collective its group, its kind and its bytes. The step program lists the operations of the plan with the same three. The best matches have
+the same ranks and kind, then the same bytes, then the same axis, then the nearest bytes (routing decides how many tokens an expert gets).
+Several operations may match equally, as the sums after attention and after the feed-forward layer; in a traced step the block and the
+order within it decide between them.
 """
 
 from collections import defaultdict
@@ -34,6 +33,7 @@ from meshwright.cost.phase import AXIS_OF
 from meshwright.describe.config import Config
 from meshwright.describe.layout import Layout
 from meshwright.describe.result import Prediction
+from meshwright.explain.intervals import intersect, length, of_spans
 from meshwright.lower.program import Op, StepProgram, scalar
 from meshwright.lower.step import step_program
 from meshwright.training.hooks import CommEvent, RankReport, RecordedStep
@@ -245,14 +245,14 @@ def parts_of_step(
             blocked[part].append((begin, end))
         if event.operation != "send" and part != "optimizer":
             progress[part].append((start, others.done(event, start)))
-    waits = union(span for spans in blocked.values() for span in spans)
-    closing = (step.gradients, step.ended)
-    exposed["optimizer"] += length([closing]) - length(common(waits, [closing]))
+    waits = of_spans(span for spans in blocked.values() for span in spans)
+    closing = of_spans([(step.gradients, step.ended)])
+    exposed["optimizer"] += length(closing) - length(intersect(waits, closing))
     exposed["compute"] = step.ended - step.began - sum(exposed.values())
     hidden = {}
     for part, spans in progress.items():
-        busy = union(spans)
-        hidden[part] = length(busy) - length(common(busy, union(blocked[part])))
+        busy = of_spans(spans)
+        hidden[part] = length(busy) - length(intersect(busy, of_spans(blocked[part])))
     return {part: s for part, s in exposed.items() if s or part not in IDLE}, hidden
 
 
@@ -265,34 +265,3 @@ def idle_seconds(event: CommEvent, start: float, begin: float, end: float, part:
     if event.operation == "send" or (part == "waiting" and start > end):
         return 0.0
     return min(max(start - begin, 0.0), end - begin)
-
-
-def union(spans: Iterable[Span]) -> list[Span]:
-    """Disjoint intervals that cover the same time, in order."""
-    out: list[Span] = []
-    for begin, end in sorted(spans):
-        if end <= begin:
-            continue
-        if out and begin <= out[-1][1]:
-            out[-1] = out[-1][0], max(out[-1][1], end)
-        else:
-            out.append((begin, end))
-    return out
-
-
-def common(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
-    """The time that two ordered lists of disjoint intervals have in common."""
-    out, i, k = [], 0, 0
-    while i < len(one) and k < len(other):
-        begin, end = max(one[i][0], other[k][0]), min(one[i][1], other[k][1])
-        if begin < end:
-            out.append((begin, end))
-        if one[i][1] <= other[k][1]:
-            i += 1
-        else:
-            k += 1
-    return out
-
-
-def length(spans: Iterable[Span]) -> float:
-    return sum(end - begin for begin, end in spans)

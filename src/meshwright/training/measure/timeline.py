@@ -1,4 +1,6 @@
-"""A traced step of all ranks as spans, in the streams, names and categories of the simulated step (`view.simulate`).
+"""The timeline of a traced step, and the seconds of a profiled one by group of kernels.
+
+**A traced step** of all ranks is drawn as spans, in the streams, names and categories of the simulated step (`view.simulate`).
 
     schedule    actions: forward, backward, input gradients, weight gradients of a stage and micro-batch
     compute     the blocks of the model inside an action, and the optimizer
@@ -8,7 +10,7 @@
 A simulated step counts three small sums (count-tokens, norm-and-loss, worst-load) in its optimizer; the measured one shows them. Times start
 with the step of the earliest rank. Ranks of one host share a clock.
 
-Where the time of a profiled step goes on a GPU: seconds by group of kernels, with the prediction and the floor of each group.
+**A profiled step** on a GPU is divided into groups of kernels, each with its seconds, the prediction and the floor.
 
     group       kernels                                      floor
     products    cuBLAS, CUTLASS, grouped and fp8 products    FLOPs over the rate that large products reach on this device
@@ -32,11 +34,12 @@ from math import isnan
 
 from meshwright.describe.config import Config
 from meshwright.explain.expected import expected
+from meshwright.explain.intervals import length, of_spans
 from meshwright.explain.kernels import GROUPS, group_of
 from meshwright.predict.estimate import estimate
 from meshwright.programs.pipelines.program import Action
 from meshwright.training.hooks import CommEvent, Interval, RankReport, TracedStep
-from meshwright.training.measure.communication import ONCE, Lowered, LoweredNames, Others, length, narrowed, union
+from meshwright.training.measure.communication import ONCE, Lowered, LoweredNames, Others, narrowed
 from meshwright.units import Json
 from meshwright.view.simulate import CLOSING, spans
 from meshwright.view.trace import TraceSpan, as_json
@@ -64,12 +67,12 @@ def of_trace(trace: Json) -> dict[str, float]:
 
 def by_group(kernels: Sequence[tuple[str, float, float]], steps: int = 1) -> dict[str, float]:
     """Seconds per step by group of kernels that ran from one time to another."""
-    found, busy = dict.fromkeys(GROUPS, 0.0), union((start, end) for _, start, end in kernels)
-    if not busy:
+    found, busy = dict.fromkeys(GROUPS, 0.0), of_spans((start, end) for _, start, end in kernels)
+    if not len(busy):
         return {}
     for name, start, end in kernels:
         found[group_of(name)] += (end - start) / steps
-    found["idle"] = (busy[-1][1] - busy[0][0] - length(busy)) / steps
+    found["idle"] = float(busy[-1, 1] - busy[0, 0] - length(busy)) / steps
     return found
 
 
