@@ -1,13 +1,14 @@
-"""What the operating system says about this machine and its processes."""
+"""What the operating system says about this machine and its processes; files and attributes that are replaced."""
 
 import multiprocessing
 import os
 import shutil
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 
 def usable_cores() -> float:
@@ -68,3 +69,16 @@ def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Inside the `with` block these attributes (owner, name, value) have other values."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for change in changes:
+        setattr(*change)
+    try:
+        yield
+    finally:
+        for change in before:
+            setattr(*change)

@@ -265,8 +265,10 @@ def test_folders_of_processes_that_were_killed_with_their_ranks_are_removed(tmp_
         (folder / "store").write_text("")
         if key != "recent":
             os.utime(folder, (0, 0))
-    made = temporary_folder(str(tmp_path))
-    assert made.name.startswith(f"meshwright-{os.getpid()}-")
+    with temporary_folder(str(tmp_path)) as made:
+        assert made.is_dir()
+        assert made.name.startswith(f"meshwright-{os.getpid()}-")
+    assert not made.exists()
     assert {key for key, folder in folders.items() if folder.exists()} == {"recent", "running", "other"}
 
 

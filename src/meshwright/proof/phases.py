@@ -11,9 +11,7 @@ Each becomes an `Agreement` of the proof.
 """
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +27,6 @@ from meshwright.proof.small import SmallCopy
 from meshwright.proof.tolerance import FP64_BOUND, KINDS, tensor_error
 from meshwright.proof.windows import misread, shared_documents
 from meshwright.training.data.token_file import DOCUMENTS, FORMAT, HEADER, TOKENS, VERSION
-from meshwright.training.launch.temporary import temporary_folder
 
 EVALUATION = "evaluation, from plain formulas"
 RESUME = "resumed, from the run that went on"
@@ -37,16 +34,6 @@ SAMPLES = "samples, from the token files"
 RECOMPUTE = "recomputed draws, from the original"
 COUNT = "count after the resume"
 EVALUATED_BATCHES = 2
-
-
-@contextmanager
-def run_folder() -> Iterator[Path]:
-    """A temporary folder for token files and checkpoints."""
-    folder = temporary_folder()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def default_phases(config: Config, small: SmallCopy, steps: int, documents: bool, folder: Path) -> Phases:

@@ -26,12 +26,13 @@ from meshwright.errors import MeshwrightError
 from meshwright.proof.compare import NARROWER, Agreement, Break, compare, tolerance_of
 from meshwright.proof.emulation.update import replay
 from meshwright.proof.fold import AXES, order_matters, single_axis
-from meshwright.proof.phases import compare_phases, default_phases, run_folder
+from meshwright.proof.phases import compare_phases, default_phases
 from meshwright.proof.records import Job, Trace
 from meshwright.proof.result import CopyProof, Proof
 from meshwright.proof.small import SmallCopy, small_copies
 from meshwright.proof.tolerance import KINDS
 from meshwright.training.launch import local
+from meshwright.training.launch.temporary import temporary_folder
 from meshwright.training.machine import with_precision
 
 TARGET = "meshwright.proof.trace:record"
@@ -78,7 +79,7 @@ def prove_copy(config: Config, small: SmallCopy, job: Job, device: str) -> CopyP
 def prove_job(config: Config, small: SmallCopy, job: Job, device: str) -> CopyProof:
     """The proof of one small copy; in float64 only without an evaluation, a save and a resume."""
     all_dtypes = len(job.dtypes) > 1
-    with run_folder() as folder:
+    with temporary_folder() as folder:
         if all_dtypes:
             job = replace(job, phases=default_phases(config, small, job.steps, job.documents, folder))
         many, failure = run_as_far_as_possible(job, device)

@@ -26,7 +26,6 @@ from meshwright.proof.phases import (
     compare_phases,
     compare_samples,
     random_data,
-    run_folder,
 )
 from meshwright.proof.prove import (
     compare_doubles,
@@ -42,6 +41,7 @@ from meshwright.proof.records import SETTINGS, Job, Phases, Trace
 from meshwright.proof.result import Proof
 from meshwright.proof.small import SmallCopy, small_copy
 from meshwright.training.data.sources import check_data
+from meshwright.training.launch.temporary import temporary_folder
 
 STEPS, SAVE_AFTER, EVALUATE_EVERY = 8, 4, 2
 OTHER_LAYOUTS: tuple[dict[str, Any], ...] = ({"shard": 2, "zero": 3}, {"tp": 2}, {"pp": 2}, {"replicate": 2}, {})
@@ -69,7 +69,7 @@ def prove_whole(
 def whole_run(
     config: Config, small: SmallCopy, seed: int, device: str, prepare: str = "", backend: str = "auto"
 ) -> list[Agreement]:
-    with run_folder() as folder:
+    with temporary_folder() as folder:
         job = copy_job(config, small, STEPS, seed, False, prepare, backend)
         settings = short_schedule(config.optimizer, small.optimizer, config.run.steps)
         job = replace(job, steps=STEPS, optimizer=settings, watch=False, compile="off")

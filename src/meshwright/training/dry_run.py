@@ -43,12 +43,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.describe.config import Config
 from meshwright.describe.run_folder import CHECKPOINTS
+from meshwright.host import replaced
 from meshwright.parallel import apply as strategies
 from meshwright.parallel.expert.dispatch import ExpertDispatch
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.precision import DTYPES, at_least_single
 from meshwright.training.checkpoint.folder import check_room
-from meshwright.training.fake_group import balanced_routing, fake_group, replaced
+from meshwright.training.fake_group import balanced_routing, fake_group
 from meshwright.training.folder import check_unused
 from meshwright.training.job import TrainingJob
 from meshwright.training.launch.join import Meeting

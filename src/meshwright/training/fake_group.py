@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import distributed_c10d
 
+from meshwright.host import replaced
 from meshwright.models.router import Router, Routing
 from meshwright.parallel import operators
 from meshwright.parallel.expert.dispatch import ParallelPlacement
@@ -42,19 +43,6 @@ def fake_group(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         distributed.destroy_process_group()
-
-
-@contextmanager
-def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Inside the `with` block these attributes (owner, name, value) have other values."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    for change in changes:
-        setattr(*change)
-    try:
-        yield
-    finally:
-        for change in before:
-            setattr(*change)
 
 
 @contextmanager

@@ -8,9 +8,8 @@ folder, also the process that started it: `StepReader` reads the rows of finishe
 """
 
 import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,7 +73,7 @@ def run_training(
         faults = os.environ.get(VARIABLE, "")
         return replace(job, faults=faults, resume=resume, from_scratch=from_scratch, saves=saves, aim=aim)
 
-    with kept_or_temporary(folder) as path:
+    with temporary_folder() if folder is None else nullcontext(folder) as path:
         if place is None:
             return run_here(prepare(path, config.plan.world, False), listen, config.run.restarts if folder else 0)
         from meshwright.training.launch.launched import train_launched
@@ -183,19 +182,6 @@ def plan_of_run(folder: Path) -> Path:
         fix = "name a run folder; for a converted checkpoint also a run file: meshwright train RUN.toml --resume FOLDER"
         raise MeshwrightError("MW-TRAIN-005", f"'{folder}' is not a run folder", why=why, fix=fix)
     return folder / PLAN
-
-
-@contextmanager
-def kept_or_temporary(folder: Path | None) -> Iterator[Path]:
-    """The run folder; without one, a temporary folder for the time of the run."""
-    if folder is not None:
-        yield folder
-        return
-    path = temporary_folder()
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def run_here(job: TrainingJob, listen: Listen | None, restarts: int) -> Training:

@@ -17,8 +17,7 @@ An fp8 product has one scale for all tokens of a data-parallel rank, over its co
 gradient of its weight, ĝᵀx̂, still separates by tokens.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch.nn import functional as F
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
+from meshwright.host import replaced
 from meshwright.models.attention import SelfAttention, Sinks
 from meshwright.models.moe import GroupedLinear, MixtureOfExperts
 from meshwright.models.parts import ProductLinear, ProjectionNorm
@@ -120,7 +120,7 @@ class PerRankGradients:
             flat = x if isinstance(x, int) else x.flatten(0, len(shape) - 1)
             parts = []
             for whose, own_rows in rows.items():
-                with with_parameters(owner, {name: self._copy(whose, f"{path}.{name}", p) for name, p in own.items()}):
+                with replaced(*((owner, name, self._copy(whose, f"{path}.{name}", p)) for name, p in own.items())):
                     parts.append(part(use, own_rows, flat, *more))
             return torch.cat(parts)[order.argsort()].unflatten(0, shape)
 
@@ -140,7 +140,7 @@ class PerRankGradients:
             flat, parts = x.flatten(0, 1), []
             for together in places.values():
                 own_rows = flat[torch.cat([rows[whose] for whose in together])]
-                with with_parameters(owner, whole):
+                with replaced(*((owner, name, copy) for name, copy in whole.items())):
                     y = use(own_rows)
                 seen = fp8.rounded(own_rows.detach(), fp8.E4M3).split([len(rows[whose]) for whose in together])
                 copies = [
@@ -245,16 +245,3 @@ def of_experts(use: Callable, rows: torch.Tensor, x_RI: torch.Tensor, counts: li
     """Rows stay sorted by expert; some rows of each expert belong to this rank."""
     expert_R = torch.arange(len(counts), device=rows.device).repeat_interleave(torch.tensor(counts, device=rows.device))
     return use(x_RI[rows], expert_R[rows].bincount(minlength=len(counts)).tolist())
-
-
-@contextmanager
-def with_parameters(owner: nn.Module, copies: dict[str, nn.Parameter]) -> Iterator[None]:
-    """A module with its parameters replaced by these."""
-    kept = {name: getattr(owner, name) for name in copies}
-    for name, copy in copies.items():
-        setattr(owner, name, copy)
-    try:
-        yield
-    finally:
-        for name, own in kept.items():
-            setattr(owner, name, own)

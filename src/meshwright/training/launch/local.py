@@ -29,12 +29,12 @@ import contextlib
 import errno
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -44,6 +44,7 @@ from typing import Any
 from meshwright.describe import plugins
 from meshwright.describe.run_folder import rank_log
 from meshwright.errors import IO_ERROR, MeshwrightError
+from meshwright.host import replaced
 from meshwright.training.launch.rank import (
     GROUP_TIMEOUT_S,
     INTERNAL_ERROR,
@@ -60,19 +61,11 @@ from meshwright.training.launch.temporary import temporary_folder
 from meshwright.training.machine import resolve_backend, resolve_device
 
 
-@contextlib.contextmanager
-def main_hidden(unless: bool = False) -> Iterator[None]:
+def main_hidden(unless: bool = False) -> AbstractContextManager[None]:
     """Processes that are started meanwhile do not run the caller's script: they import their target by name and do not need it."""
     main = sys.modules["__main__"]
     names = () if unless else ("__file__", "__spec__")
-    hidden = {name: getattr(main, name) for name in names if hasattr(main, name)}
-    for name in hidden:
-        setattr(main, name, None)
-    try:
-        yield
-    finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)
+    return replaced(*((main, name, None) for name in names if hasattr(main, name)))
 
 
 PRELOAD = ["meshwright.training.launch.preload"]
@@ -222,21 +215,20 @@ def started(
         )
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    rendezvous = temporary_folder()
-    logs = folder or rendezvous
-    start = Start(target, args, world, rendezvous, logs, append, group_timeout, device, backend, plugins.LOADED)
-    ranks: list[Rank] = []
-    try:
-        for index in range(world):
-            ranks.append(_start(start, index))
-        yield ranks
-    finally:
+    with temporary_folder() as rendezvous:
+        logs = folder or rendezvous
+        start = Start(target, args, world, rendezvous, logs, append, group_timeout, device, backend, plugins.LOADED)
+        ranks: list[Rank] = []
         try:
-            _terminate(ranks)
-            _receive_until_done(ranks, STUCK_S)
-        finally:  # also after a second signal
-            _end(ranks)
-            shutil.rmtree(rendezvous, ignore_errors=True)
+            for index in range(world):
+                ranks.append(_start(start, index))
+            yield ranks
+        finally:
+            try:
+                _terminate(ranks)
+                _receive_until_done(ranks, STUCK_S)
+            finally:  # also after a second signal
+                _end(ranks)
 
 
 def _terminate(ranks: list[Rank]) -> None:

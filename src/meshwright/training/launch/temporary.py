@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 RENDEZVOUS_BYTES = 2**24  # the store and the logs of a rendezvous fit into this
@@ -14,13 +15,18 @@ PREFIX = "meshwright-"  # of a temporary folder; the number of its process follo
 STALE_S = 3600.0
 
 
-def temporary_folder(shared: str = "/dev/shm") -> Path:
-    """A new folder for a rendezvous or a run, which its process removes. Folders that are left of processes killed together with all their ranks
-    are removed here."""
+@contextlib.contextmanager
+def temporary_folder(shared: str = "/dev/shm") -> Iterator[Path]:
+    """A new folder for a rendezvous or a run, for the time of a `with` block. Folders that are left of processes killed together with all their
+    ranks are removed here."""
     parent = memory_folder(shared)
     if parent is not None:
         remove_stale(Path(parent))
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_stale(parent: Path) -> None:
