@@ -1,5 +1,6 @@
 """`meshwright explain`: where the steps of anybody's training went."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def flight_records(folder: Path, html: str, as_json: bool) -> None:
     with patient("reading flight records", measurable=False):
         report = explain_flight(read_folder(folder))
     write_page(html, "Flight records", page(report))
-    present(page(report), report.as_dict(), as_json)
+    present(page(report), asdict(report), as_json)
 
 
 def snapshots(files: list[Path], prediction: Prediction | None, html: str, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 
 from meshwright.describe.config import Config, is_plan_file
-from meshwright.describe.result import AXES
+from meshwright.describe.result import AXES, values_of
 from meshwright.errors import MeshwrightError
 from meshwright.explain.attribution import BUBBLE, COMMUNICATION, COMPUTE, DATA, HOST, UNATTRIBUTED, WAITING
 from meshwright.explain.causes import after_backward
@@ -49,13 +49,7 @@ class PartDifference:
         return self.measured_s - self.predicted_s
 
     def as_dict(self) -> Json:
-        return {
-            "name": self.name,
-            "predicted_s": self.predicted_s,
-            "measured_s": self.measured_s,
-            "difference_s": self.difference_s,
-            "reason": self.reason,
-        }
+        return values_of(self, "name", "predicted_s", "measured_s", "difference_s", "reason")
 
 
 @dataclass(frozen=True)
@@ -70,11 +64,9 @@ class TraceBesidePlan:
     def estimate(self) -> Estimate:
         return estimate(self.config)
 
-    @cached_property
+    @property
     def rank(self) -> int:
-        """The rank whose kernels take longest."""
-        parts = self.explanation.parts
-        return max(parts, key=lambda rank: (sum(s for (kind, _), s in parts[rank].items() if kind == COMPUTE), -rank))
+        return self.explanation.busiest_rank
 
     @cached_property
     def rows(self) -> list[PartDifference]:
@@ -101,32 +93,19 @@ class TraceBesidePlan:
         }
         host = exposed.get("host", 0.0) + exposed.get("overhead", 0.0)
         slower_host = "launches are on the critical path: the host is slower than the device, or waited for it"
-        rows += [
-            PartDifference(
-                "bubble",
-                exposed.get("bubble", 0.0),
-                total[BUBBLE],
-                "stages wait longer for messages than their schedule says",
-            ),
-            PartDifference("waiting for slower ranks", 0.0, total[WAITING], NOT_PREDICTED),
-            PartDifference("data loader", 0.0, total[DATA], NOT_PREDICTED),
-            PartDifference(
-                "host",
-                host,
-                total[HOST],
-                slower_host if total[HOST] > host else "the host launches faster than predicted",
-            ),
-        ]
+        host_reason = slower_host if total[HOST] > host else "the host launches faster than predicted"
+        waits = "stages wait longer for messages than their schedule says"
+        for name, predicted, seconds, reason in (
+            ("bubble", exposed.get("bubble", 0.0), total[BUBBLE], waits),
+            ("waiting for slower ranks", 0.0, total[WAITING], NOT_PREDICTED),
+            ("data loader", 0.0, total[DATA], NOT_PREDICTED),
+            ("host", host, total[HOST], host_reason),
+        ):
+            rows.append(PartDifference(name, predicted, seconds, reason))
         rest = e.prediction.step_time_s - sum(row.predicted_s for row in rows)
-        known = sum(row.measured_s for row in rows)
-        rows.append(
-            PartDifference(
-                "slowed by overlap, and the rest",
-                rest,
-                sum(measured.values()) - known,
-                "kernels beside communication run slower",
-            )
-        )
+        unknown = sum(measured.values()) - sum(row.measured_s for row in rows)
+        reason = "kernels beside communication run slower"
+        rows.append(PartDifference("slowed by overlap, and the rest", rest, unknown, reason))
         return [row for row in rows if abs(row.predicted_s) + abs(row.measured_s) > 1e-9]
 
     @cached_property
@@ -164,24 +143,21 @@ class TraceBesidePlan:
 
     def compute_reason(self, group: str, predicted: float, measured: float) -> str:
         more, stack = measured > predicted, self.config.stack
-        if group == "other":
-            fused = "more of these kernels than this program" if more else "fewer of these kernels than this program"
-            return f"stack {stack.name} fuses {fused}"
-        if group == "attention":
-            return f"{'a slower' if more else 'a faster'} attention kernel than the predicted one ({stack.attention or stack.name}), or other masks"
-        if group == "optimizer":
-            return (
-                "the update is not fused, or its states are wider"
-                if more
-                else "the states of the optimizer are narrower, or fewer"
-            )
-        if group == "loss":
-            return (
-                "the loss is computed in more passes over the vocabulary"
-                if more
-                else "the loss is fused into fewer passes"
-            )
-        return {"copies": NOT_PREDICTED, "products": "see the products by shape"}.get(group, "")
+        kernel = f"{'a slower' if more else 'a faster'} attention kernel than the predicted one ({stack.attention or stack.name})"
+        wide, narrow = (
+            "the update is not fused, or its states are wider",
+            "the states of the optimizer are narrower, or fewer",
+        )
+        passes, fused = "the loss is computed in more passes over the vocabulary", "the loss is fused into fewer passes"
+        reasons = {
+            "other": f"stack {stack.name} fuses {'more' if more else 'fewer'} of these kernels than this program",
+            "attention": f"{kernel}, or other masks",
+            "optimizer": wide if more else narrow,
+            "loss": passes if more else fused,
+            "copies": NOT_PREDICTED,
+            "products": "see the products by shape",
+        }
+        return reasons.get(group, "")
 
     def axis_reason(self, axis: str) -> str:
         """Slower than the link, or not overlapped: busy seconds of the axis beside the predicted ones."""
@@ -197,7 +173,7 @@ class TraceBesidePlan:
             level = e.cost.network.level(axis)
             link = e.cluster.levels[level].name
             return f"its collectives take {busy / predicted:.1f} times the predicted {format_seconds(predicted)}: slower than the link ({link})"
-        rank = next(r for r in self.explanation.run.ranks if r.rank == self.rank)
+        rank = self.explanation.run.rank(self.rank)
         late, _, count = after_backward(rank, steps)
         planned = e.prediction.hidden_s.get(axis, 0.0)
         if planned > 1.2 * hidden and count:
@@ -210,8 +186,7 @@ class TraceBesidePlan:
             "plan": self.config.plan.as_dict(),
             "source": self.source,
             "predicted_step_time_s": p.step_time_s,
-            "step_time_low_s": p.step_time_low_s,
-            "step_time_high_s": p.step_time_high_s,
+            **values_of(p, "step_time_low_s", "step_time_high_s"),
             "measured_step_time_s": self.explanation.step_s,
             "rank": self.rank,
             "predicted_memory_gib": p.memory_gib,

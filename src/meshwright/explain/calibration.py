@@ -131,7 +131,7 @@ def check_program(explanation: TraceExplanation, config: Config) -> list[str]:
     world, plan_world = explanation.run.world, config.plan.world
     if world not in (0, 1, plan_world):
         raise another_program(f"it was made by {world} ranks, and the plan has {plan_world}")
-    notes, rank = [], busiest_rank(explanation)
+    notes, rank = [], explanation.busiest_rank
     steps = [step.duration for step in explanation.steps[rank]]
     if not steps or not explanation.step_s:
         raise another_program("it has no whole step")
@@ -165,19 +165,11 @@ def another_program(why: str) -> MeshwrightError:
     )
 
 
-def busiest_rank(explanation: TraceExplanation) -> int:
-    """The rank with the most compute: that of a prediction."""
-    return max(
-        explanation.parts,
-        key=lambda rank: sum(s for (kind, _), s in explanation.parts[rank].items() if kind == COMPUTE),
-    )
-
-
 def measured_parts(explanation: TraceExplanation, notes: list[str]) -> dict[str, float]:
     """Seconds of each part in the mean step of the busiest rank. Products far below the rate of their shape count at that rate: an odd size says
     nothing of other plans."""
-    rank = busiest_rank(explanation)
-    on_device = next(r.found.trace.on_device for r in explanation.run.ranks if r.rank == rank)
+    rank = explanation.busiest_rank
+    on_device = explanation.run.rank(rank).found.trace.on_device
     out = dict.fromkeys(PARTS, 0.0)
     for (kind, group), seconds in explanation.parts[rank].items():
         if kind == COMPUTE:

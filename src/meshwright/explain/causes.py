@@ -46,14 +46,36 @@ SAMPLE = 100  # calls whose line of Python is looked for
 AFTER_BACKWARD = 0.7  # share of the bytes that start after backward at which overlap is said to be off
 
 
+# What to change, by cause, and of a slow rank by the part of its step that is longer.
+FIXES = {
+    "data loader": "more loader workers and prefetching, or data closer to the host",
+    "synchronising calls": "read values on the host once per step at most, and after the update: .item(), print, nonzero",
+    "launches": "compile the model or use CUDA graphs; larger micro-batches",
+    "host": "fewer, larger operators: compile the model",
+    "product": "sizes that are multiples of 64, and one large product in place of many small ones",
+    "overlap": "smaller buckets (DDP's bucket_cap_mb), or overlapping the gradient reduction with backward",
+    "communication": "larger micro-batches per reduction, a faster link for this axis, or another layout (`plan`)",
+    "bubble": "more micro-batches, or an interleaved schedule",
+}
+SLOW_RANK_FIXES = {
+    DATA: "give its loader more workers, or the same storage as the others have",
+    HOST: "look at what its host does between launches: other processes, logging, a slower processor",
+    COMPUTE: "check its device (clocks, temperature, other processes), and whether it has more work: longer sequences, more tokens, another layer",
+}
+
+
 @dataclass(frozen=True)
 class LostTime:
-    """A cause of lost time: its name, the seconds of a step that it costs, where it is seen, and what to change."""
+    """A cause of lost time: its name, the seconds of a step that it costs, where it is seen, and what to change if that is not in `FIXES`."""
 
     cause: str
     seconds: float
     evidence: str
-    fix: str
+    other_fix: str = ""
+
+    @property
+    def fix(self) -> str:
+        return self.other_fix or FIXES[self.cause]
 
     def as_dict(self) -> dict[str, object]:
         return {"cause": self.cause, "seconds": self.seconds, "evidence": self.evidence, "fix": self.fix}
@@ -77,14 +99,7 @@ def lost_time(
     found = [*slow_ranks(run, parts), *host_causes(run, parts), *slow_products(run, products, steps)]
     found += overlap(run, steps, parts)
     bubble, rank = largest(parts, (BUBBLE, "messages"))
-    found.append(
-        LostTime(
-            "bubble",
-            bubble,
-            f"rank {rank} waits for messages of other stages{uneven_stages(parts)}",
-            "more micro-batches, or an interleaved schedule",
-        )
-    )
+    found.append(LostTime("bubble", bubble, f"rank {rank} waits for messages of other stages{uneven_stages(parts)}"))
     kept: dict[str, LostTime] = {}
     for cause in sorted(found, key=lambda c: -c.seconds):
         if cause.seconds >= WORTH * step_s:
@@ -127,14 +142,10 @@ def slow_ranks(run: TracedRun, parts: dict[int, dict[Part, float]]) -> list[Lost
             if p[0] in (COMPUTE, DATA, HOST)
         }
         part = max(more, key=lambda p: more[p], default=(COMPUTE, "other"))
-        out.append(
-            LostTime(
-                "data loader" if part[0] == DATA else f"slow rank {late.rank}",
-                seconds,
-                f"{lateness(late)}; it spends {format_seconds(max(more.get(part, 0.0), 0.0))} more than the others in {part_text(part)}",
-                slow_fix(part),
-            )
-        )
+        name = "data loader" if part[0] == DATA else f"slow rank {late.rank}"
+        longer = f"{format_seconds(max(more.get(part, 0.0), 0.0))} more than the others in {part_text(part)}"
+        text = f"{lateness(late)}; it spends {longer}"
+        out.append(LostTime(name, seconds, text, SLOW_RANK_FIXES[part[0]]))
     return out
 
 
@@ -147,61 +158,24 @@ def lateness(late: LateRank) -> str:
     return f"rank {late.rank} arrives last at {late.share:.0%} of the collectives, {format_seconds(late.late_s)} after the others, {often}"
 
 
-def slow_fix(part: Part) -> str:
-    if part[0] == DATA:
-        return "give its loader more workers, or the same storage as the others have"
-    if part[0] == HOST:
-        return "look at what its host does between launches: other processes, logging, a slower processor"
-    return "check its device (clocks, temperature, other processes), and whether it has more work: longer sequences, more tokens, another layer"
-
-
 def part_text(part: Part) -> str:
+    """A part of compute, of the loader or of the host, in words."""
     kind, name = part
-    return {COMPUTE: f"compute ({name})", DATA: "the data loader", HOST: f"the host ({name})"}.get(
-        kind, f"{kind} ({name})"
-    )
+    return {COMPUTE: f"compute ({name})", DATA: "the data loader"}.get(kind, f"the host ({name})")
 
 
 def host_causes(run: TracedRun, parts: dict[int, dict[Part, float]]) -> list[LostTime]:
     data, on = largest(parts, (DATA, "loader"))
-    out = [
-        LostTime(
-            "data loader",
-            data,
-            f"rank {on} waits for its next batch",
-            "more loader workers and prefetching, or data closer to the host",
-        )
-    ]
+    out = [LostTime("data loader", data, f"rank {on} waits for its next batch")]
     synchronising, on = largest(parts, (HOST, SYNCHRONISING))
-    calls = synchronising_calls(next(r for r in run.ranks if r.rank == on))
-    out.append(
-        LostTime(
-            "synchronising calls",
-            synchronising,
-            calls,
-            "read values on the host once per step at most, and after the update: .item(), print, nonzero",
-        )
-    )
+    calls = synchronising_calls(run.rank(on))
+    out.append(LostTime("synchronising calls", synchronising, calls))
     launches, on = largest(parts, (HOST, LAUNCHES))
-    out.append(
-        LostTime(
-            "launches",
-            launches,
-            f"on rank {on} kernels wait for their launch",
-            "compile the model or use CUDA graphs; larger micro-batches",
-        )
-    )
+    out.append(LostTime("launches", launches, f"on rank {on} kernels wait for their launch"))
     between, on = largest(parts, (HOST, BETWEEN))
     between = max(0.0, between - USUAL_HOST * sum(parts[on].values()))
-    out.append(
-        LostTime(
-            "host",
-            between,
-            f"on rank {on} Python and the framework run between operators for longer than a tenth of the step",
-            "fewer, larger operators: compile the model",
-        )
-    )
-    return out
+    text = f"on rank {on} Python and the framework run between operators for longer than a tenth of the step"
+    return [*out, LostTime("host", between, text)]
 
 
 def synchronising_calls(rank: RankInGroup) -> str:
@@ -243,18 +217,13 @@ def slow_products(
             seconds = sum(p.excess_s for p in slow) / max(len(steps[rank]), 1)
             worst = max(slow, key=lambda p: p.excess_s)
             text = f"{worst.shape} in {worst.dtype} runs at {worst.usual_s / worst.typical_s:.0%} of the usual rate: {reason}"
-            if seconds > out.get(worst.shape, LostTime("", 0, "", "")).seconds:
-                out[worst.shape] = LostTime(
-                    "product",
-                    seconds,
-                    text,
-                    "sizes that are multiples of 64, and one large product in place of many small ones",
-                )
+            if seconds > out.get(worst.shape, LostTime("", 0, "")).seconds:
+                out[worst.shape] = LostTime("product", seconds, text)
     merged = sorted(out.values(), key=lambda c: -c.seconds)
     if len(merged) < 2:
         return merged
     more = f"{merged[0].evidence}; and {len(merged) - 1} more shapes"
-    return [LostTime("product", sum(c.seconds for c in merged), more, merged[0].fix)]
+    return [LostTime("product", sum(c.seconds for c in merged), more)]
 
 
 def overlap(
@@ -265,7 +234,7 @@ def overlap(
     axes = dict.fromkeys(name for of_rank in parts.values() for kind, name in of_rank if kind == COMMUNICATION)
     for axis in axes:
         exposed, on = largest(parts, (COMMUNICATION, axis))
-        rank = next(r for r in run.ranks if r.rank == on)
+        rank = run.rank(on)
         hidden = sum(s.hidden.get(axis, 0) for s in steps[on]) / 1e9 / len(steps[on])
         late, size, count = after_backward(rank, steps[on])
         if late >= AFTER_BACKWARD and exposed > hidden:
@@ -273,25 +242,10 @@ def overlap(
                 f"on rank {on} {late:.0%} of {format_decimal_bytes(size)} in {count:.0f} collectives per step start after backward has ended: "
                 f"{format_seconds(exposed)} exposed, {format_seconds(hidden)} hidden"
             )
-            gain = exposed * (1 - 1 / BUCKETS)
-            out.append(
-                LostTime(
-                    "overlap",
-                    gain,
-                    text,
-                    "smaller buckets (DDP's bucket_cap_mb), or overlapping the gradient reduction with backward",
-                )
-            )
+            out.append(LostTime("overlap", exposed * (1 - 1 / BUCKETS), text))
         else:
             text = f"{axis} on rank {on}: {format_seconds(exposed)} exposed, {format_seconds(hidden)} hidden"
-            out.append(
-                LostTime(
-                    f"communication {axis}",
-                    exposed,
-                    text,
-                    "larger micro-batches per reduction, a faster link for this axis, or another layout (`plan`)",
-                )
-            )
+            out.append(LostTime(f"communication {axis}", exposed, text, FIXES["communication"]))
     return out
 
 

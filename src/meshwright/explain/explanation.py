@@ -6,7 +6,8 @@ from functools import cached_property
 
 from meshwright.describe.accelerator import Accelerator
 from meshwright.describe.catalog import accelerator_of, load
-from meshwright.explain.attribution import UNATTRIBUTED, Part, StepAttribution, attribute
+from meshwright.describe.result import values_of
+from meshwright.explain.attribution import COMPUTE, UNATTRIBUTED, Part, StepAttribution, attribute
 from meshwright.explain.causes import LostTime, lost_time, mean_parts
 from meshwright.explain.collectives import groups_by_axis
 from meshwright.explain.products import TracedProduct, traced_products
@@ -32,6 +33,12 @@ class TraceExplanation:
     def parts(self) -> dict[int, dict[Part, float]]:
         """Seconds by part in the mean step of each rank."""
         return {rank: mean_parts(steps) for rank, steps in self.steps.items()}
+
+    @cached_property
+    def busiest_rank(self) -> int:
+        """The rank with the most compute: that of a prediction."""
+        parts = self.parts
+        return max(parts, key=lambda rank: (sum(s for (kind, _), s in parts[rank].items() if kind == COMPUTE), -rank))
 
     @cached_property
     def causes(self) -> list[LostTime]:
@@ -75,25 +82,24 @@ class TraceExplanation:
             "causes": [cause.as_dict() for cause in self.causes],
             "ranks": [self.rank_as_dict(rank) for rank in self.steps],
             "late_ranks": [
-                {"rank": x.rank, "share": x.share, "late_s": x.late_s, "constant": x.constant, "by_step_s": x.by_step}
-                for x in self.run.late
+                {**values_of(x, "rank", "share", "late_s", "constant"), "by_step_s": x.by_step} for x in self.run.late
             ],
             "notes": self.notes,
         }
 
     def rank_as_dict(self, rank: int) -> Json:
-        found = next(r.found for r in self.run.ranks if r.rank == rank)
-        collectives = next(r.collectives for r in self.run.ranks if r.rank == rank)
+        traced = self.run.rank(rank)
+        found = traced.found
         return {
             "rank": rank,
             "file": found.trace.file,
             "events": len(found.events),
             "microbatches": found.microbatches,
-            "stage": stage_of(next(r for r in self.run.ranks if r.rank == rank)),
+            "stage": stage_of(traced),
             "layers": len(found.layers),
             "forward_by_layer_s": found.layer_seconds,
             "phases_s": found.phases,
-            "collectives": len(collectives),
+            "collectives": len(traced.collectives),
             "parts_s": {f"{kind}: {name}": seconds for (kind, name), seconds in self.parts[rank].items()},
             "steps": [
                 {
@@ -105,14 +111,7 @@ class TraceExplanation:
                 for s in self.steps[rank]
             ],
             "products": [
-                {
-                    "shape": p.shape,
-                    "dtype": p.dtype,
-                    "count": p.count,
-                    "seconds": p.seconds,
-                    "usual_s": p.usual_s,
-                    "tflops": p.flops / p.seconds / 1e12,
-                }
+                {**values_of(p, "shape", "dtype", "count", "seconds", "usual_s"), "tflops": p.flops / p.seconds / 1e12}
                 for p in self.products.get(rank, [])[:MOST_SHAPES]
             ],
         }

@@ -16,7 +16,7 @@ Without a hang the records still show a rank that is always last. Its lateness n
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -52,9 +52,6 @@ class FlightReport:
     summary: tuple[str, ...]
     waiting: tuple[WaitingRank, ...] = ()
     notes: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass

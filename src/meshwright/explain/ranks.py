@@ -69,6 +69,9 @@ class TracedRun:
     def world(self) -> int:
         return max(r.found.trace.world for r in self.ranks)
 
+    def rank(self, number: int) -> RankInGroup:
+        return next(r for r in self.ranks if r.rank == number)
+
 
 @dataclass(frozen=True)
 class _Match:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.result import values_of
 from meshwright.programs.collectives.formulas import Rates, Shape, best_segments, double_tree_segments, switch_segments
 from meshwright.programs.collectives.registry import accepts, algorithms_of, build, groups_of, place
 from meshwright.programs.collectives.walker import walk
@@ -59,9 +60,7 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "operation": self.operation,
-            "cluster": self.cluster,
-            "ranks": self.ranks,
+            **values_of(self, "operation", "cluster", "ranks"),
             "size_bytes": list(self.sizes),
             "time_s": {name: list(times) for name, times in self.times.items()},
             "best": self.best,
