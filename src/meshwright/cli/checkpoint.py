@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -101,10 +102,8 @@ def convert_command(
     if to != "meshwright":
         if model:
             raise MeshwrightError("MW-CKPT-015", f"--model has no effect with --to {to}", fix="without --model")
-        if to == "peft":
-            export_to_peft(source, out, dtype, like, ema, json)
-            return
-        export_to_huggingface(source, out, dtype, like, ema, json)
+        done, words = export(source, out, to, dtype, like, ema)
+        present(f"{done.folder}: {words}", {**asdict(done), "folder": str(done.folder)}, json)
         return
     if dtype or like or ema:
         raise MeshwrightError(
@@ -116,31 +115,17 @@ def convert_command(
     show_rows([summary(written)], json)
 
 
-def export_to_huggingface(source: Path, out: Path, dtype: str, like: Path | None, ema: bool, as_json: bool) -> None:
-    """Write a Transformers folder and print what was written."""
-    from meshwright.training.checkpoint.convert import to_huggingface
+def export(source: Path, out: Path, to: str, dtype: str, like: Path | None, ema: bool) -> tuple[Any, str]:
+    """Write a Transformers or a PEFT folder; what was written, and that in words."""
+    from meshwright.training.checkpoint.convert import to_huggingface, to_peft
 
+    if to == "peft":
+        if ema:
+            raise MeshwrightError("MW-CKPT-015", "--ema has no effect with --to peft", fix="without --ema")
+        adapter = to_peft(source, out, dtype=dtype, like=like)
+        words = f"adapters of rank {adapter.rank} for {adapter.family}, {adapter.tensors} tensors"
+        return adapter, f"{words}, {format_bytes(adapter.nbytes)}"
     with patient("converting") as set_share:
         done = to_huggingface(source, out, dtype=dtype, like=like, average=ema, progress=set_share)
-    if as_json:
-        show_json({**asdict(done), "folder": str(done.folder)})
-        return
-    files = counted(done.files, "file")
-    show(
-        f"{done.folder}: {done.family}, {done.tensors} tensors in {done.dtype}, {format_bytes(done.nbytes)} in {files}"
-    )
-
-
-def export_to_peft(source: Path, out: Path, dtype: str, like: Path | None, ema: bool, as_json: bool) -> None:
-    """Write a PEFT folder and print what was written."""
-    from meshwright.training.checkpoint.convert import to_peft
-
-    if ema:
-        raise MeshwrightError("MW-CKPT-015", "--ema has no effect with --to peft", fix="without --ema")
-    done = to_peft(source, out, dtype=dtype, like=like)
-    if as_json:
-        show_json({**asdict(done), "folder": str(done.folder)})
-        return
-    show(
-        f"{done.folder}: adapters of rank {done.rank} for {done.family}, {done.tensors} tensors, {format_bytes(done.nbytes)}"
-    )
+    words = f"{done.family}, {done.tensors} tensors in {done.dtype}, {format_bytes(done.nbytes)}"
+    return done, f"{words} in {counted(done.files, 'file')}"

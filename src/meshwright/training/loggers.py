@@ -25,7 +25,6 @@ from meshwright.training.folder import RunFolder
 from meshwright.training.hooks import Hook, StepRecord
 from meshwright.units import Json
 
-PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio")  # a logger is called like the package behind it
 NOT_LOGGED = ("step", "attempt")  # of a row: the step is the x axis
 
 
@@ -36,8 +35,8 @@ Opened = tuple[Log, Callable[[], None]]  # how to log, and how to close
 def check_loggers(names: Sequence[str]) -> None:
     """Raise if a logger is unknown or its package is not installed."""
     for name in names:
-        if name not in PACKAGES:
-            raise unknown("MW-LOG-001", "logger", name, PACKAGES, '--set run.loggers=["{}"]')
+        if name not in OPEN:
+            raise unknown("MW-LOG-001", "logger", name, OPEN, '--set run.loggers=["{}"]')
         if find_spec(name) is None:
             raise MeshwrightError(
                 "MW-LOG-002",
@@ -147,6 +146,7 @@ def open_trackio(folder: Path, config: Config, first_step: int) -> Opened:
     return lambda step, values: trackio.log(values, step=step), trackio.finish
 
 
+# A logger is called like the package behind it.
 OPEN: dict[str, Callable[[Path, Config, int], Opened]] = {
     "tensorboard": open_tensorboard,
     "wandb": open_wandb,

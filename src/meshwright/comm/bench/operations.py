@@ -30,7 +30,7 @@ from torch import distributed, nn
 from torch.nn import functional as F
 
 from meshwright.calibrate.device_fit import layer_model
-from meshwright.models.attention import Geometry
+from meshwright.models.attention import Geometry, rotate
 from meshwright.models.loss import cross_entropy
 from meshwright.models.transformer import Layer
 
@@ -86,13 +86,10 @@ def _rotation(tokens: int, width: int, dtype: torch.dtype) -> Callable[[torch.Te
     """Queries and keys of heads of 16, rotated as RoPE does; their halves of the width are adjacent again afterwards."""
     cosine, sine = torch.randn(2, tokens, 16, dtype=dtype)
 
-    def rotated(x: torch.Tensor) -> torch.Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * cosine + torch.cat((-second, first), dim=-1) * sine
-
     def step(y: torch.Tensor) -> torch.Tensor:
         heads = y.view(1, -1, tokens, 16)
-        return (rotated(heads) + rotated(heads)).view_as(y)
+        queries, keys = (rotate(heads, cosine, sine, interleaved=False) for _ in range(2))
+        return (queries + keys).view_as(y)
 
     return step
 

@@ -3,24 +3,19 @@
 source                                       target
 a torch checkpoint with torchtitan's names   meshwright: a checkpoint that any plan resumes
 a checkpoint of Meshwright                   meshwright: the same tensors whole, in a few files
-a checkpoint of Meshwright                   a Transformers folder
+a checkpoint of Meshwright                   a Transformers folder, or a PEFT folder of its adapters
 
-Full tensors of a checkpoint one after the other: for conversions, which need no ranks and little memory.
+**To our format.** The checkpoint has the format of one that a run wrote, with one box per tensor and files of a few gigabytes, in the order
+in which the tensors came. At most one file's tensors are in memory.
 
-A converted checkpoint has the format of one that a run wrote, with one box per tensor and files of a few gigabytes, in the order in which
-the tensors came. At most one file's tensors are in memory.
+**From torchtitan.** Names are those of its Llama family. torchtitan rotates pairs of *neighbouring* elements of a head, (x₀, x₁), (x₂, x₃), …;
+our attention, like Transformers', rotates (x₀, x_{D/2}), (x₁, x_{D/2+1}), …. Both compute the same scores if the rows of the query and key
+projections are in the matching order: row (head, i, j) of torchtitan, i < D/2 and j < 2, is row (head, j, i) here. The optimizer's moments
+have the order of their parameter.
 
-torchtitan's names and conventions for the Llama family, and the conversion of its checkpoints.
-
-torchtitan rotates pairs of *neighbouring* elements of a head, (x₀, x₁), (x₂, x₃), …; our attention, like Transformers', rotates
-(x₀, x_{D/2}), (x₁, x_{D/2+1}), …. Both compute the same scores if the rows of the query and key projections are in the matching order:
-row (head, i, j) of torchtitan, i < D/2 and j < 2, is row (head, j, i) here. The optimizer's moments have the order of their parameter.
-
-A checkpoint as a Transformers folder: its weights read part by part, on one process, whatever plan wrote them.
-
-Config and tokenizer come from the Transformers folder that the run started from, which the run folder has a copy of (`training.start`);
-without one, the config is written from the model alone. The dtype is that of the original folder, else that of the plan's parameters:
-masters in fp32 are rounded once, here.
+**To Transformers.** Config and tokenizer come from the Transformers folder that the run started from, of which the run folder has a copy
+(`training.start`); without one, the config is written from the model alone. The dtype is that of the original folder, else that of the
+plan's parameters: masters in fp32 are rounded once, here.
 """
 
 import json
@@ -86,11 +81,17 @@ class CheckpointWeights:
         return entry.tensor
 
 
-def to_peft(source: Path, out: Path, *, dtype: str = "", like: Path | None = None) -> ExportedAdapter:
-    """Write the adapters of the newest checkpoint of `source` as a folder that PEFT loads."""
+def newest_in(source: Path) -> tuple[Path, Manifest]:
+    """The newest checkpoint of `source`, all of whose files are intact, and its manifest."""
     path = checkpoints_in(source)[-1]
     manifest = read_manifest(path)
     check_files(path, manifest)
+    return path, manifest
+
+
+def to_peft(source: Path, out: Path, *, dtype: str = "", like: Path | None = None) -> ExportedAdapter:
+    """Write the adapters of the newest checkpoint of `source` as a folder that PEFT loads."""
+    path, manifest = newest_in(source)
     model = Model(**manifest.model)
     if not model.adapter.rank:
         raise MeshwrightError(
@@ -118,9 +119,7 @@ def to_huggingface(
 ) -> Exported:
     """Write the newest checkpoint of `source` as a Transformers folder. `like`: a Transformers folder whose config and tokenizer to use;
     `average`: write the moving average of the weights."""
-    path = checkpoints_in(source)[-1]
-    manifest = read_manifest(path)
-    check_files(path, manifest)
+    path, manifest = newest_in(source)
     weights: Weights = CheckpointWeights(path, manifest, AVERAGE if average else WEIGHT)
     if average and not any(key.removeprefix("replica-0/").startswith(f"{AVERAGE}/") for key in manifest.tensors):
         raise MeshwrightError(
@@ -306,10 +305,7 @@ def reordered(tensor: Tensor, name: str, model: Model) -> Tensor:
 def convert(source: Path, out: Path, model: Model | None = None, progress: Progress = lambda share: None) -> Path:
     """Convert a checkpoint to one of Meshwright and return the folder that was written. A torch checkpoint needs its `model`."""
     if not (source / METADATA).is_file():
-        path = checkpoints_in(source)[-1]
-        manifest = read_manifest(path)
-        check_files(path, manifest)
-        gather(path, manifest, out, progress)
+        gather(*newest_in(source), out, progress)
     elif model is None:
         raise MeshwrightError(
             "MW-CKPT-012",

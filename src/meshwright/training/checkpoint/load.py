@@ -15,7 +15,7 @@ out, and that the tensors are those of the model (`check_fits`).
 A checkpoint that is damaged or has no manifest is set aside once an intact older one was found. If none is intact, the resume stops and nothing
 is renamed: the first weights are never used in their place. An error of the disk stops it too, since the checkpoint may be intact.
 
-Whether a checkpoint fits a run: the same model and optimizer. What differs without preventing a resume becomes a message.
+A checkpoint fits a run of the same model and optimizer (`check_fits`). What differs without preventing a resume becomes a message.
 """
 
 import json

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.describe.plan import Plan
+from meshwright.describe.result import values_of
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint.manifest import Listen, Manifest, check_files, read_manifest
 from meshwright.units import Json, format_bytes, format_count
@@ -50,17 +51,13 @@ def described(path: Path, manifest: Manifest) -> Json:
     count = sum(math.prod(tensor.shape) for tensor in weights)
     return {
         "path": str(path),
-        "step": manifest.step,
-        "created": manifest.created,
-        "bytes": manifest.bytes,
+        **values_of(manifest, "step", "created", "bytes"),
         "parameters": count,
         "dtypes": sorted({tensor.dtype for tensor in weights}),
         "tensors": len(manifest.tensors),
         "files": len(manifest.files),
         "ranks": manifest.world,
-        "plan": manifest.plan,
-        "model": manifest.model,
-        "versions": manifest.versions,
+        **values_of(manifest, "plan", "model", "versions"),
     }
 
 

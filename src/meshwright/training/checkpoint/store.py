@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from meshwright.models.initialise import box_of
 from meshwright.training.checkpoint.manifest import Manifest, SavedBox, SavedTensor
 
 
@@ -150,10 +151,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         entry = self.wanted[read_item.dest_index.fqn][read_item.dest_index.index or 0]
-        part = entry.tensor.detach()
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(dim, start, length)
-        return part
+        return box_of(entry.tensor.detach(), read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing: the values are in the entry's tensor."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import MeshwrightError
+from meshwright.models.initialise import box_of
 from meshwright.pickle_data import Instance, Symbol, UnreadPickle, parse
 from meshwright.training.checkpoint.manifest import SavedBox, SavedTensor, check_cover
 
@@ -102,10 +103,7 @@ class TorchCheckpoint:
                 part = read_archive(file.read(place.length))
             if tuple(part.shape) != box.shape or part.dtype != full.dtype:
                 raise refused(f"{key} has another shape or dtype in {place.file} than in {METADATA}")
-            target = full
-            for dim, (start, length) in enumerate(zip(box.start, box.shape, strict=True)):
-                target = target.narrow(dim, start, length)
-            target.copy_(part)
+            box_of(full, box.start, box.shape).copy_(part)
         return full
 
 

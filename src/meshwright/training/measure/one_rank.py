@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -258,9 +259,7 @@ class Marks(Hook):
         """Seconds of forward and backward, and of the end, of each step."""
         if self.on_gpu:
             torch.cuda.synchronize()
-            seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(self.marks, self.marks[1:], strict=False)]
-        else:
-            seconds = [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
+        seconds = [a.elapsed_time(b) / 1e3 if self.on_gpu else b - a for a, b in pairwise(self.marks)]
         return list(zip(seconds[::2], seconds[1::2], strict=True))
 
 

@@ -1,19 +1,19 @@
-"""Traces of some steps by torch's profiler, in the format of `simulate`: a process per rank, a thread per stream.
+"""Traces of some steps in the format of `simulate`: by torch's profiler (`Profiler`), or by the recorder and hooks of modules (`StepTracer`).
 
     meshwright train RUN.toml --profile 3       profile/rank-N.json in the run folder, for Perfetto or chrome://tracing
     meshwright report RUN --trace trace.json    all ranks, below them the simulated step
 
-Streams of a rank are its host threads (operators, nested as they were called) and the streams of its GPU (kernels, copies). The steps and
-their phases are spans of the main host thread. Profiling starts a few steps after the first, when caches and buffers are warm. Of more than
-16 ranks one data-parallel replica is profiled, that is one rank of each tensor-parallel rank and stage: the others do the same work.
+**Profiled steps.** A trace has a process per rank and a thread per stream. Streams of a rank are its host threads (operators, nested as
+they were called) and the streams of its GPU (kernels, copies). The steps and their phases are spans of the main host thread. Profiling
+starts a few steps after the first, when caches and buffers are warm. Of more than 16 ranks one data-parallel replica is profiled, that is
+one rank of each tensor-parallel rank and stage: the others do the same work.
 
 A profiled step is slower than others: the event `profile` in the run folder says which steps these were.
 
-Trace a step: when each action of the schedule and each block of the model ran, and everything that `record_comm` records.
-
-Traced steps follow the timed ones, which stay undisturbed; the timeline shows the median one. Forward of a block is timed by module
-hooks. Backward of a block begins when the gradient of its output is complete and ends when the next block's begins. A split
-backward computes weight gradients of all blocks together (W), so there only the action is known.
+**Traced steps** have the times of each action of the schedule and each block of the model, and everything that `record_comm` records.
+They follow the timed steps, which stay undisturbed; the timeline shows the median one. Forward of a block is timed by module hooks.
+Backward of a block begins when the gradient of its output is complete and ends when the next block's begins. A split backward computes
+weight gradients of all blocks together (W), so there only the action is known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class StepTracer(Hook):
         self._forward: list[tuple[str, int, Any, Any]] = []  # block, action, start, end
         self._backward: list[tuple[str, int, Any]] = []  # block, action, start
         self._updated: Any = None
-        self._undo: list[Callable[[], Any]] = []
+        self._undo = ExitStack()
 
     def __enter__(self) -> StepTracer:
         parallel = self.trainer.parallel
@@ -84,13 +84,12 @@ class StepTracer(Hook):
             for block, part in blocks_of(module):
                 self._trace_block(block, part)
         noted = self.trainer.optimizer.register_step_post_hook(lambda *_: setattr(self, "_updated", self.clock.mark()))
-        self._undo.append(noted.remove)
+        self._undo.callback(noted.remove)
         self.trainer.hooks.insert(0, self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         self.trainer.hooks.remove(self)
 
     def _begin(self, kind: str, stage: int, microbatch: int) -> None:
@@ -102,7 +101,7 @@ class StepTracer(Hook):
 
     def _replace(self, owner: Any, name: str, new: Callable) -> None:
         setattr(owner, name, new)
-        self._undo.append(lambda: delattr(owner, name))
+        self._undo.callback(delattr, owner, name)
 
     def _trace_stage(self, stage: Stage) -> None:
         def trace(kind: str, name: str) -> None:
@@ -162,8 +161,8 @@ class StepTracer(Hook):
         def note_gradient(_: Any) -> None:
             self._backward.append((block, len(self._actions) - 1, self.clock.mark()))
 
-        self._undo.append(part.register_forward_pre_hook(before, prepend=True).remove)
-        self._undo.append(part.register_forward_hook(after).remove)
+        self._undo.callback(part.register_forward_pre_hook(before, prepend=True).remove)
+        self._undo.callback(part.register_forward_hook(after).remove)
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         seconds = self.clock.seconds

@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,7 @@ class CommRecorder(Hook):
         self.waiting: dict[int, tuple[Any, Running]] = {}  # by handle: it is kept, so that its id stays unique
         self.gradients = UNKNOWN
         self.inside = False  # a method of a group may call another one
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
 
     def __enter__(self) -> CommRecorder:
         for group in (distributed.ProcessGroup, MeshwrightGroup):
@@ -148,14 +148,12 @@ class CommRecorder(Hook):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         self.trainer.hooks.remove(self)
 
     def _replace(self, owner: Any, name: str, new: Any) -> None:
-        plain = vars(owner)[name]
+        self._undo.callback(setattr, owner, name, vars(owner)[name])
         setattr(owner, name, new)
-        self._undo.append(lambda: setattr(owner, name, plain))
 
     def _recorded(self, plain: Callable, operation: str, which: int | None) -> Callable:
         """A method of a process group that also records its call."""

@@ -1,26 +1,21 @@
-"""Bring the reports of all ranks to rank 0, as text over the process group: nothing is unpickled.
+"""What each rank reports at the end of a run, and how the reports come to rank 0; and the metrics of each step.
 
-A report has the communication of many steps. With many ranks fewer steps are sent, so that rank 0 receives about as much from
-a thousand ranks as from ten.
+**A report** has the recorded steps of a rank, a few traced steps, and one that is observed. Traced and observed steps follow the timed ones:
+tracing gives the timeline of actions and blocks, observing counts bytes sent and memory of tensors. No checkpoint contains their updates.
+Long steps are not traced, and where one rank trains on a GPU nothing is observed: it sends no bytes, and the allocator counts its memory.
 
-Times of a report are those of the host's clock. Rank 0 compares its clock with that of one rank of every other host: it notes its time,
-asks for the time of that rank, and notes when the answer arrives. The answer was given in the middle, up to half of the round trip; the
-shortest of a few round trips counts.
+**Gathering.** Reports travel as text over the process group: nothing is unpickled. With many ranks fewer steps are sent, so that rank 0
+receives about as much from a thousand ranks as from ten. Times are those of the host's clock. Rank 0 compares its clock with that of one rank
+of every other host: it notes its time, asks for the time of that rank, and notes when the answer arrives. The answer was given in the
+middle, up to half of the round trip; the shortest of a few round trips counts.
 
-The report of one rank at the end of a run: its recorded steps, a few traced ones, and one that is observed.
-
-These steps follow the timed ones: tracing gives the timeline of actions and blocks, observing counts bytes sent and memory of tensors.
-No checkpoint contains their updates. Long steps are not traced, and where one rank trains on a GPU nothing is observed: it sends no bytes, and the
-allocator counts its memory.
-
-The hook that adds to the record of a step what the step itself does not measure: MFU, memory, compilation, exposed communication.
+**Metrics** is the hook that adds to the record of a step what the step itself does not measure. Nothing is communicated: the values are those
+of this rank.
 
     MFU       seconds that the model's FLOPs take at the peak rate of all devices, over the seconds of the step
     memory    peak of this rank so far: what a GPU's allocator has reserved, or the resident memory of the process
     compiler  seconds of this rank in `torch.compile`, in the first steps of a run
     exposed   seconds that this rank was blocked in communication, by the parts of a prediction. Waiting for another rank counts
-
-Nothing is communicated: the values are those of this rank. The measurement at the end of a run has memory and parts of all ranks.
 """
 
 import json
