@@ -52,7 +52,7 @@ class CollectiveFinding:
 
     def __str__(self) -> str:
         over = f" over {self.axis}" if self.axis else ""
-        return f"{self.kind}{over}: {self.text} (rank{'s' * (len(self.ranks) > 1)} {listed(self.ranks)})"
+        return f"{self.kind}{over}: {self.text} ({ranks_text(self.ranks)})"
 
 
 @dataclass(frozen=True)
@@ -251,6 +251,10 @@ class RankPlan:
 
 def listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + " …" * (len(ranks) > 8)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
 
 def names_of(rows: Iterable[Sent]) -> str:

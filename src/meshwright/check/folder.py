@@ -152,19 +152,16 @@ def understood(path: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise MeshwrightError(
-            "MW-CHECK-005", f"cannot read {path}: it is not as it was recorded ({type(error).__name__}: {error})",
-            fix="record it again",
-        ) from None  # fmt: skip
+        raise unreadable(path, f"it is not as it was recorded ({type(error).__name__}: {error})") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise MeshwrightError("MW-CHECK-005", f"cannot read {path}: {error}", fix="record it again") from None
+        raise unreadable(path, error) from None
     if not isinstance(value, dict):
-        raise MeshwrightError("MW-CHECK-005", f"cannot read {path}: it is not an object", fix="record it again")
+        raise unreadable(path, "it is not an object")
     return value
 
 
@@ -175,4 +172,8 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     try:
         return load_file(str(path))
     except (OSError, SafetensorError) as error:
-        raise MeshwrightError("MW-CHECK-005", f"cannot read {path}: {error}", fix="record it again") from None
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, why: object) -> MeshwrightError:
+    return MeshwrightError("MW-CHECK-005", f"cannot read {path}: {why}", fix="record it again")

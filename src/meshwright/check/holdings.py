@@ -4,7 +4,7 @@ Frameworks that carry it elsewhere (Megatron's `partition_dim`, DeepSpeed's frag
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +21,6 @@ class Holding:
     size: tuple[int, ...]
     flat: tuple[int, int] | None = None
     partial: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def whole(tensor: torch.Tensor) -> Holding:

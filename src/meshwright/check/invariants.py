@@ -235,9 +235,6 @@ class Violation:
         why = f"{self.why}. Usual causes: {self.causes}"
         return MeshwrightError(self.code, f"step {self.step}: {self.what}", why=why, fix=self.fix, exit_code=1)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class Judge:
     """Judges the notes of checked steps; each invariant is reported once."""
@@ -273,7 +270,7 @@ class Judge:
             "ranks": self.ranks,
             "held": [name for name in names if name in self.seen - broken],
             "not_seen": [name for name in names if name not in self.seen | broken],
-            "violations": [violation.as_dict() for violation in self.violations],
+            "violations": [asdict(violation) for violation in self.violations],
         }
 
 

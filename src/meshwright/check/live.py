@@ -166,22 +166,19 @@ class LiveWatch(ProcessHooks):
         """Learn the parameters of a model at its first call, when it has its wrappers."""
         if not (new := self.learn(model, self)):
             return
-        assert self.framework is not None
-        stages = {id(stage.submod): stage.stage_index for stage in self.framework.stages()}
-        self.place = place_of(self.framework)
+        stages = {id(stage.submod): stage.stage_index for stage in self.adapter.stages()}
+        self.place = place_of(self.adapter)
         if self.table.axes:
-            self.table.check(world(), self.framework.parameters, self.out)
+            self.table.check(world(), self.adapter.parameters, self.out)
             self.place = self.table.coordinates(rank())
         self.stages |= dict.fromkeys(new, stages.get(id(topmost(model)), 0))
         if self.exchange is None:
             self.exchange = NoteExchange(str(self.out))
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        assert self.framework is not None
-        return [(name, p) for name, p in self.framework.parameters.items() if p.requires_grad]
+        return [(name, p) for name, p in self.adapter.parameters.items() if p.requires_grad]
 
     def begin_check(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        assert self.framework is not None
         assert self.exchange is not None
         if self.exchange.stopped():
             raise SystemExit(1)
@@ -189,22 +186,21 @@ class LiveWatch(ProcessHooks):
         tokens = [t for t in tensors if not t.is_floating_point()]
         parts = []
         self.hashes, self.gradients, self.norm, self.optimizers = [], {}, None, []
-        for name, parameter in self.framework.parameters.items():
+        for name, parameter in self.adapter.parameters.items():
             for local, key in self.parts_of(name, parameter):
                 parts.append(f"{name} at {key}")
                 self.hashes.append(bits_hash(local))
         self.note = {
-            "rank": rank(), "step": self.step, "framework": self.framework.name,
+            "rank": rank(), "step": self.step, "framework": self.adapter.name,
             "place": {axis: at for axis, at in self.place.items() if axis in CUT}, "parts": parts, "state": str(random_states()),
             "samples": tensors_hash(tensors), "tokens": tensors_hash(tokens),
         }  # fmt: skip
-        if self.framework.hooks_gradients:
+        if self.adapter.hooks_gradients:
             for name, parameter in self.trained():
                 self.during.append(parameter.register_hook(lambda gradient, name=name: self.add_local(name, gradient)))
 
     def parts_of(self, name: str, parameter: nn.Parameter) -> list[tuple[torch.Tensor, str]]:
         """What this rank holds of a parameter, and a name for that part which no other part has."""
-        assert self.framework is not None
         expert = not getattr(parameter, "allreduce", True)
         if hasattr(parameter, "ds_tensor"):  # ZeRO-3: the rank's share; the whole would have to be gathered
             return [(parameter.ds_tensor, f"share of rank {rank()}")]
@@ -219,7 +215,7 @@ class LiveWatch(ProcessHooks):
             )
         return [
             (part.value, f"{part.holding.start} {part.holding.size} {part.holding.flat or ''}{where}")
-            for part in self.framework.value(name, parameter)
+            for part in self.adapter.value(name, parameter)
         ]
 
     def end_step(self) -> None:

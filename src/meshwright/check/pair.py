@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.check.expected import ranks_text
 from meshwright.check.folder import RankStep, Recording, of_ranks
 from meshwright.check.translate import NameMap
 from meshwright.check.where import StepModules, cut_modules
@@ -38,9 +39,8 @@ class TensorDifference:
     bound: float
 
     def __str__(self) -> str:
-        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks[:8]))}{' …' if len(self.ranks) > 8 else ''}"
         of = f" of {self.name}" if self.name else ""
-        return f"step {self.step}: {self.kind}{of} on {ranks} is off by {self.error:.1e} (bound {self.bound:.1e})"
+        return f"step {self.step}: {self.kind}{of} on {ranks_text(self.ranks)} is off by {self.error:.1e} (bound {self.bound:.1e})"
 
 
 class ErrorAndBound(NamedTuple):

@@ -39,6 +39,12 @@ class ProcessHooks:
     def in_training_process(self) -> bool:
         return os.getpid() == self.pid and torch.utils.data.get_worker_info() is None
 
+    @property
+    def adapter(self) -> FrameworkAdapter:
+        """The framework, once a model is known."""
+        assert self.framework is not None
+        return self.framework
+
     def learn(self, module: nn.Module, listener: Listener) -> dict[str, nn.Parameter]:
         """Learn the model of a module; the parameters that are new."""
         if not (new := self.names.learn(module)):

@@ -58,15 +58,20 @@ class StepRecorder(ProcessHooks):
         self.step = self.depth = 0
         self.skips = False
         self.writer = RecordingWriter(Path(out), limit)
-        self.calls: Counter[Any] = Counter()  # by module, and of inputs
-        self.local: dict[str, torch.Tensor] = {}  # gradients of this rank, summed over micro-batches
-        self.updated = self.collected = self.norm_noted = False
-        self.clipping = 0  # functions that clip, one inside of the other
         self.collectives = CollectiveLog()
-        self.began = self.spent = 0.0
         self.known: dict[str, Any] = {}
         self.place = 0, 1
         self.random: dict[str, str] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Be ready for the next step."""
+        self.calls: Counter[Any] = Counter()  # by module, and of inputs
+        self.local: dict[str, torch.Tensor] = {}  # gradients of this rank, summed over micro-batches
+        self.collectives.seen = []
+        self.updated = self.collected = self.norm_noted = False
+        self.clipping = 0  # functions that clip, one inside of the other
+        self.began = self.spent = 0.0
 
     # Attaching
 
@@ -170,9 +175,8 @@ class StepRecorder(ProcessHooks):
             self.writer.number("loss", float(number))
 
     def note_gradients(self, kind: str) -> None:
-        assert self.framework is not None
-        for name, parameter in self.framework.parameters.items():
-            for part in self.framework.gradient(name, parameter):
+        for name, parameter in self.adapter.parameters.items():
+            for part in self.adapter.gradient(name, parameter):
                 self.note_part(kind, name, part)
 
     def before_clipping(self) -> None:
@@ -245,8 +249,7 @@ class StepRecorder(ProcessHooks):
 
     def note_value(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         """Note a parameter, or its optimizer's state of the same shape."""
-        assert self.framework is not None
-        for part in self.framework.value(name, tensor):
+        for part in self.adapter.value(name, tensor):
             self.note_part(kind, name, part)
 
     def note_part(self, kind: str, name: str, part: HeldPart) -> None:
@@ -279,20 +282,14 @@ class StepRecorder(ProcessHooks):
         except (OSError, SafetensorError) as error:
             self.steps = self.step = done  # the training goes on
             print(f"meshwright check: step {done} could not be written, recording ends: {error}", file=sys.stderr)
-        self.local = {}
-        self.calls.clear()
-        self.collectives.seen = []
-        self.updated = self.collected = self.norm_noted = False
-        self.clipping = 0
-        self.began = self.spent = 0.0
+        self.reset()
         if self.step >= self.steps:
             self.detach()
 
     def about(self, ended: str) -> dict[str, Any]:
-        assert self.framework is not None
         return {
             "world": self.place[1], "steps": self.step, "torch": torch.__version__, **self.known, "groups": self.collectives.groups,
-            "parameters": list(self.framework.parameters), "modules": sorted(set(self.names.modules.values())),
+            "parameters": list(self.adapter.parameters), "modules": sorted(set(self.names.modules.values())),
             "perturbed": self.perturb, "ended": ended,
         }  # fmt: skip
 

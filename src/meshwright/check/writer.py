@@ -5,6 +5,7 @@ the rank has reached its limit of bytes; from then on their sketches are.
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class RecordingWriter:
             row["sketched"] = list(tensor.shape)
         wide = value.to(WIDER.get(value.dtype, value.dtype)).to("cpu", copy=True).contiguous()
         self.bytes += wide.numel() * wide.element_size()
-        self.entries.append({**row, "holding": None if holding is None else holding.as_dict()})
+        self.entries.append({**row, "holding": holding and asdict(holding)})
         self.tensors[key] = wide
 
     def save(self, rank: int, step: int) -> None:

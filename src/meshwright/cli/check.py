@@ -42,12 +42,9 @@ def record_command(
 def frameworks_command(as_json: bool = False) -> None:
     """Print which frameworks were tried: versions, layouts, what a rank holds is read from, what runs on a CPU and what is replaced for it."""
     from meshwright.check.frameworks.tried import FRAMEWORKS_TRIED, frameworks_page
-    from meshwright.view.tables import show, show_json
+    from meshwright.view.tables import present
 
-    if as_json:
-        show_json([tried.as_dict() for tried in FRAMEWORKS_TRIED])
-    else:
-        show(frameworks_page())
+    present(frameworks_page(), [tried.as_dict() for tried in FRAMEWORKS_TRIED], as_json)
 
 
 @command.callback(invoke_without_command=True)
@@ -76,7 +73,7 @@ def compare_command(
     from meshwright.check.names import read_table
     from meshwright.check.page import page
     from meshwright.cli.output import patient, writable
-    from meshwright.view.tables import show, show_json
+    from meshwright.view.tables import present
 
     writable(html)
     with patient("comparing", measurable=False):
@@ -87,10 +84,7 @@ def compare_command(
         from meshwright.describe.files import write_text
 
         write_text(html, document(one, many, comparison))
-    if as_json:
-        show_json(comparison.as_dict())
-    else:
-        show(page(one, many, comparison))
+    present(page(one, many, comparison), comparison.as_dict(), as_json)
     raise SystemExit(comparison.verdict != "equal within rounding")
 
 
@@ -140,7 +134,7 @@ def collectives_command(
     from meshwright.check.folder import Recording
     from meshwright.check.page import findings_page
     from meshwright.interop.files import configure, is_settings_file
-    from meshwright.view.tables import show, show_json
+    from meshwright.view.tables import present
 
     many = Recording.read(recording)
     steps = many.step(min(step, many.steps - 1))
@@ -149,10 +143,8 @@ def collectives_command(
         cluster = cluster or ("dgx-h100" if is_settings_file(settings) else "")  # no time is asked: any cluster does
         config = configure(model, cluster, plan=settings, gpus=gpus or many.world, set=set)
         findings += against_plan(many, steps, config)
-    if as_json:
-        show_json({"findings": [vars(finding) for finding in findings]})
-    else:
-        show(findings_page(many, min(step, many.steps - 1), findings, settings or "the other ranks"))
+    shown = findings_page(many, min(step, many.steps - 1), findings, settings or "the other ranks")
+    present(shown, {"findings": [vars(finding) for finding in findings]}, as_json)
     raise SystemExit(any(finding.kind != "note" for finding in findings))
 
 

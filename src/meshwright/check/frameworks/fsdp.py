@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, replace_attribute, wrap_method
+from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, replace_attribute
 from meshwright.check.holdings import Holding, whole
 
 
@@ -80,8 +80,7 @@ class FSDP1(FrameworkAdapter):
         from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
         from torch.distributed.fsdp import _runtime_utils as runtime
 
-        before, after = lambda _: self.listener.begin_clipping(), lambda _, norm: self.listener.end_clipping(norm)
-        self.undo.append(wrap_method(Wrapper, "clip_grad_norm_", before, after))
+        self.watch_clipping(Wrapper, "clip_grad_norm_")
         self.held: dict[int, list[FlatRange]] = {}  # by the parameter that the optimizer has
         self.inside: dict[int, list[str]] = {}  # by flat parameter: the names of what it is made of
         plain = runtime._reduce_grad

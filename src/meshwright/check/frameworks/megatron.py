@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart, wrap_method
+from meshwright.check.frameworks.plain import FrameworkAdapter, HeldPart
 from meshwright.check.holdings import Holding, cut, whole
 
 UNMARKED = {"softmax_offset": 0}  # parameters that are cut over tp and do not say so: the dimension
@@ -25,11 +25,7 @@ class Megatron(FrameworkAdapter):
 
         for kind in (MegatronOptimizer, *subclasses(MegatronOptimizer)):
             for method in {"clip_grad_norm", "get_grad_norm"} & vars(kind).keys():
-                before, after = (
-                    lambda _: self.listener.begin_clipping(),
-                    lambda _, norm: self.listener.end_clipping(norm),
-                )
-                self.undo.append(wrap_method(kind, method, before, after))
+                self.watch_clipping(kind, method)
 
     def value(self, name: str, tensor: torch.Tensor) -> list[HeldPart]:
         parameter = self.parameters[name]

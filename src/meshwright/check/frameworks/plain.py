@@ -60,6 +60,11 @@ class FrameworkAdapter:
         for model in self.models:
             yield from model.modules()
 
+    def watch_clipping(self, kind: type, method: str) -> None:
+        """Tell the listener of the calls of a method that clips, or measures the norm, and returns the norm."""
+        before, after = lambda _: self.listener.begin_clipping(), lambda _, norm: self.listener.end_clipping(norm)
+        self.undo.append(wrap_method(kind, method, before, after))
+
     def release(self) -> None:
         """Take back what was replaced."""
         while self.undo:
