@@ -1,33 +1,26 @@
-"""The samples of a run: the sequences of its token files in the order of `order`, or windows of the default corpus.
+"""The samples of a run, and the batches of a rank.
 
-Batches that depend only on (seed, step, index of the sample), so that every layout trains on the same global batch.
+**Batches** depend only on (seed, step, index of the sample), so every layout trains on the same global batch. Sample i of a step is the same
+on every rank; data-parallel rank d of D takes the indices [d·B/D, (d+1)·B/D). From each sample a context-parallel rank keeps the tokens at
+its positions.
 
-Sample i of a step is the same on every rank; data-parallel rank d of D takes the indices [d·B/D, (d+1)·B/D). From each
-sample a context-parallel rank keeps the tokens at its positions.
+**A sample** is (input, target) or (input, target, documents): the third array numbers the document of each token, and attention does not
+cross from one document to another. Every rank keeps the document numbers of the whole sequence, since its tokens attend to tokens of other
+ranks.
 
-A sample is (input, target) or (input, target, documents): the third array numbers the document of each token, and
-attention does not cross from one document to another. Every rank keeps the document numbers of the whole sequence, since
-its tokens attend to tokens of other ranks.
+**Sequences** of S tokens are cut from the documents of a token file, or are windows of the default corpus. Packed: documents follow one
+another, and sequence j is tokens [j·S, j·S + S + 1): its targets are its inputs moved by one. Nothing is padding and no token is lost but the
+last, incomplete sequence. With document masks, attention stays inside a document, and the last token of a document has no target: its next
+token belongs to another document. Not packed: a sequence is one document, cut into pieces of S where it is longer and padded where it is
+shorter. Of conversations, only learned tokens are targets; the loss is the mean over all targets of the step, wherever they are.
 
-Random samples for proofs of parity: their padding differs from sample to sample, so that a loss averaged per rank is
-detected; with documents, so do the lengths of the documents in them.
+**Random samples** are for proofs of parity: their padding differs from sample to sample, so that a loss averaged per rank is detected; with
+documents, so do the lengths of the documents in them.
 
-Sequences of S tokens cut from the documents of one token file.
-
-Packed: documents follow one another, and sequence j is tokens [j·S, j·S + S + 1): its targets are its inputs moved by
-one. Nothing is padding and no token is lost but the last, incomplete sequence. With document masks, attention stays inside a document,
-and the last token of a document has no target: its next token belongs to another document.
-
-Not packed: a sequence is one document, cut into pieces of S where it is longer and padded where it is shorter.
-
-Of conversations, only learned tokens are targets; the loss is the mean over all targets of the step, wherever they are.
-
-Batches prepared ahead of the step that needs them, by one thread.
-
-The thread reads the memory-mapped tokens of the next steps, stacks them and, for a GPU, copies them into pinned memory,
-while the device computes. The step then finds its batch ready; `waits` counts the steps that did not. The order of samples
-is a function of the step, so steps need no synchronisation with the thread: the loader asks for step t + 1, t + 2, …, and a
-step that was not expected (the first, or one after a restart) is read at once.
+**The loader** prepares batches ahead of the step that needs them, in one thread. It reads the memory-mapped tokens of the next steps, stacks
+them and, for a GPU, copies them into pinned memory, while the device computes; `waits` counts the steps whose batch was not ready. The order
+of samples is a function of the step, so the loader asks for step t + 1, t + 2, … without synchronisation, and a step that was not expected
+(the first, or one after a restart) is read at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Sparse gradients: some of the values, with their indices.
+"""The schemes of gradient compression: some of the values with their indices (sparse), or all of them in fewer bits (dense).
+
+**Sparse**
 
     top-k       the k = r·n largest values and their indices     every rank receives every other's: (P−1)·k pairs
     random-k    k = r·n at indices drawn from (seed, step)       the same indices on all ranks: summed like any tensor
@@ -7,7 +9,7 @@
 Under ZeRO (`scatter`) each rank sends P short lists of equal length, one to each owner: k = r·n/P values of what that
 owner keeps, or, with a threshold, as many as the longest list of any rank has.
 
-Dense compression: a cast to 16 bits, or integers and fp8 with a scale, of every value.
+**Dense**
 
     fp16, bf16    a cast; the collective sums 16-bit numbers as they are
     int8, int4    x ≈ q·s, s = max|x| / 127 or 7; fp8 (E4M3) likewise, s = max|x| / 448
