@@ -213,6 +213,17 @@ def test_a_recompute_that_stops_early_leaves_the_last_product_out():
         assert spared(model, block) == 0
 
 
+def test_a_reentrant_checkpoint_runs_a_layer_to_its_end():
+    """LLaMA-Factory sets use_reentrant, which Transformers does not since January 2026."""
+
+    def spared(name):
+        program = lowered(GQA, recompute="full", stack=catalog.load("stacks", name))
+        return flops(program, "dense", "F") - flops(program, "dense", "R")
+
+    assert spared("llama-factory") == 0
+    assert spared("trl") == pytest.approx(2 * TOKENS * GQA.hidden * GQA.ffn)
+
+
 @pytest.mark.parametrize(
     ("model", "block", "kind"),
     [

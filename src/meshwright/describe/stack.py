@@ -150,7 +150,7 @@ class Stack(Described):
     """modules of each layer that backward computes again by themselves, by Megatron-Core's names (recompute_modules): the core of attention, norms of
     the layer, up-projections of latents with their rotation, the dense FFN, all of the experts, their activation. Counted in the time only"""
     early_stop: bool = True
-    """recompute stops as soon as backward has the tensors it needs, as in torch"""
+    """recompute stops as soon as backward has the tensors it needs, as in torch without reentrant autograd (use_reentrant = False) or compiled"""
     shared_scales: bool = False
     """fp8: ranks that hold shards of a tensor agree on one scale, with a small message per matrix product"""
     fp8_gathers: bool = False
