@@ -328,6 +328,23 @@ def test_modules_that_are_recomputed_run_their_forward_again_in_backward(module,
     assert all(one(op.count) == 0 for op in full.blocks[kind, "I"] if op.name in extra)
 
 
+@pytest.mark.parametrize("fields", [{"recompute": "full"}, {"recompute": "selective"}])
+def test_layers_in_16_bits_recompute_the_same_products(fields):
+    narrow, mixed = (
+        lowered(GQA, WORK.but(precision="mxfp8"), stack=Stack(wide_layers=count, selective="operators"), **fields)
+        for count in (0, GQA.layers // 2)
+    )
+    assert flops(mixed, "dense", "R") == pytest.approx(flops(narrow, "dense", "R"))
+
+
+def test_what_selective_recompute_runs_again_is_not_run_a_third_time():
+    def again(*modules):
+        program = lowered(GQA, stack=Stack(reruns=modules), recompute="selective")
+        return [op.name for _, op in program.ops("dense") if op.name.endswith("-again") and one(op.count)]
+
+    assert again("core_attn") == again() == ["core-again"]
+
+
 @pytest.mark.parametrize("precision", ["mxfp8", "fp4"])
 def test_layers_in_16_bits_multiply_their_share_of_the_products_and_quantise_nothing(precision):
     narrow, mixed = (

@@ -333,7 +333,7 @@ class LayerLowering(BlockBuilder):
         by_operator, products = self.b.stack.selective == "operators", 0
         for op in self.phases["F"]:
             core = op.name in ("core", "scores", "softmax", "values", "tiles", "tile-softmax")
-            products += op.kind == "gemm" and not core
+            products += op.kind == "gemm" and not core and not op.name.endswith("-wide")
             if self.b.stack.early_stop and op.axis == "tp" and op.name in spared:
                 continue
             is_saved = core or op.collective == "reduce_scatter" or (op.kind == "gemm" and products % 2 == 1)
@@ -343,19 +343,19 @@ class LayerLowering(BlockBuilder):
                 self.phases["R"].append(self._rerun(op, reruns))
             reran = (MODULES[module] for module in self.b.stack.reruns)
             if any(op.name.startswith(names) or op.part in parts for names, parts in reran):
-                self.phases["I"].append(self._rerun(op, 1.0 - full))
+                self.phases["I"].append(self._rerun(op, 1.0 - np.maximum(full, reruns)))
 
     def _after_the_last_input(self) -> set[str]:
         """The names of the operations of forward after the input of the last product, where nothing but a residual reads its result: backward
         needs the inputs of products. Routed experts are weighted after their last product."""
         forward = self.phases["F"]
-        products = [i for i, op in enumerate(forward) if op.kind == "gemm"]
+        products = [i for i, op in enumerate(forward) if op.kind == "gemm" and not op.name.endswith("-wide")]
         if not products or forward[products[-1]].part not in ("ffn", "attention", "linear"):
             return set()
         product, *tail = forward[products[-1] :]
         residual = {op.name for op in tail if op.name.endswith("-residual")}
         others = {op.name for op in tail if op.kind != "collective" and not op.name.startswith(product.name)}
-        return {product.name, *residual} if others == residual else set()
+        return {product.name, f"{product.name}-wide", *residual} if others == residual else set()
 
     @staticmethod
     def _rerun(op: Op, reruns: Array) -> Op:
