@@ -33,11 +33,9 @@ def data(subject: Subject) -> Json:
             for part in ordered(p.exposed_s)
         ],
         "groups": [{"part": part, "s": s} for part, s in grouped(p.exposed_s).items()],
-        "compute_s": grouped(p.exposed_s).get("compute", 0.0),
         "communication_s": total,
         "exposed_s": exposed,
         "hidden_s": total - exposed,
-        "bubble_s": p.exposed_s.get("bubble", 0.0),
         "bound_by": p.bound_by,
         "formulas": {
             "step": f"step = {' + '.join(format_seconds(p.exposed_s[part]) for part in ordered(p.exposed_s))} = {format_seconds(p.step_time_s)}"

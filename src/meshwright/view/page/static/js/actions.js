@@ -1,6 +1,6 @@
 // The buttons of the page: find the best plan, pin a scenario, save and share, theme.
 
-import { clear, format, h } from "meshwright/draw.js";
+import { button, clear, format, h } from "meshwright/draw.js";
 import { toast } from "meshwright/notice.js";
 import { download } from "meshwright/save.js";
 import * as scenarios from "meshwright/scenarios.js";
@@ -12,17 +12,16 @@ let search = null; // the AbortController of a search that runs
 
 /** Build the buttons. */
 export function begin(element) {
-  theme();
   element.append(...(source.live ? [h("span", { class: "of-plan" }, best(), pin(), save())] : []), themeButton(), inputsButton());
 }
 
 function best() {
   const status = h("span", { class: "search", role: "status" });
-  const button = h("button", { type: "button", class: "primary", id: "best", title: "Search all plans for the fastest that fits", onclick: () => (search ? search.abort() : find()) }, "Find the best");
+  const start = button("Find the best", () => (search ? search.abort() : find()), { class: "primary", id: "best", title: "Search all plans for the fastest that fits" });
   async function find() {
     const started = performance.now(), config = state.config();
     search = new AbortController();
-    button.textContent = "Stop the search";
+    start.textContent = "Stop the search";
     let words = "common plans first";
     const tick = () => { clear(status).append(h("progress", { "aria-label": "Search" }), ` ${((performance.now() - started) / 1000).toFixed(1)} s, ${words}`); };
     const timer = setInterval(tick, 200);
@@ -42,17 +41,17 @@ function best() {
       clearInterval(timer);
       clear(status);
       search = null;
-      button.textContent = "Find the best";
+      start.textContent = "Find the best";
     }
   }
-  return [button, status];
+  return [start, status];
 }
 
-const pin = () => h("button", { type: "button", id: "pin", title: "Keep this configuration as a scenario and compare others with it", onclick: scenarios.pin }, "Pin", h("span", { class: "wide" }, " as scenario"));
+const pin = () => button(["Pin", h("span", { class: "wide" }, " as scenario")], scenarios.pin, { id: "pin", title: "Keep this configuration as a scenario and compare others with it" });
 
 /** A menu: everything that can be taken from the present plan, and a link to it. */
 function save() {
-  const item = (label, action) => h("button", { type: "button", onclick: () => run(action) }, label);
+  const item = (label, action) => button(label, () => run(action));
   const run = async (action) => {
     try {
       toast((await action()) ?? "Saved");
@@ -99,23 +98,25 @@ function theme(wanted) {
 }
 
 function themeButton() {
-  const button = h("button", { type: "button", id: "theme", onclick: () => {
-    theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-    show();
-  } });
-  const show = () => { button.textContent = document.documentElement.dataset.theme === "dark" ? "Light" : "Dark"; button.title = `Use the ${button.textContent.toLowerCase()} theme`; };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { theme(); show(); });
-  show();
-  return button;
+  const other = () => (document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+  const node = button("", () => turn(other()), { id: "theme" });
+  function turn(wanted) {
+    theme(wanted);
+    node.textContent = other() === "light" ? "Light" : "Dark";
+    node.title = `Use the ${other()} theme`;
+  }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => turn());
+  turn();
+  return node;
 }
 
 function inputsButton() {
   const form = document.getElementById("inputs");
-  const button = h("button", { type: "button", id: "inputs-button", "aria-expanded": "false", "aria-controls": "inputs", onclick: () => {
+  const node = button("Inputs", () => {
     const closed = form.classList.toggle("closed");
-    button.setAttribute("aria-expanded", String(!closed));
+    node.setAttribute("aria-expanded", String(!closed));
     if (!closed) form.scrollIntoView();
-  } }, "Inputs");
+  }, { id: "inputs-button", "aria-expanded": "false", "aria-controls": "inputs" });
   form.classList.add("closed");
-  return button;
+  return node;
 }

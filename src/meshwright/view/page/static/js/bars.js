@@ -1,6 +1,6 @@
 // One chart of bars from left to right: where a step goes, memory of stages, shares of a peak, scenarios side by side.
 
-import { axis, band, contentWidth, figure, format, label, linear, log, stacked, svg, threshold } from "meshwright/draw.js";
+import { axis, band, contentWidth, figure, format, label, linear, log, rect, rule, svg, threshold } from "meshwright/draw.js";
 
 /** What `axis` needs to show seconds up to `most`: the unit in the words, and numbers in it. */
 export function inSeconds(words, most) {
@@ -11,7 +11,7 @@ export function inSeconds(words, most) {
 /** Where the text of a bar begins: behind its end, or behind a limit line that would cross the text. */
 const behind = (end, text, line) => 6 + (line > end && line < end + 12 + 6.4 * text.length ? line : end);
 
-/** Draw rows [{ label, start, parts: [{ value, colour, pattern, formula }], text, tone, limit, key }]: parts follow each other, `text` stands at their end.
+/** Draw rows [{ label, start = 0, parts: [{ value, colour, pattern, formula }], text, tone, limit, key }]: parts follow each other, `text` stands at their end.
  *  `x`: { label, format, seconds, ticks, log: base, from, to (at least), most (exactly) }; `limit`: { at, words } is a dashed line; a row's own limit a short one. `key` groups what belongs to a row. */
 export function bars(element, rows, { label: name, left = 112, right = 70, tall = 26, x: across = {}, limit = null, top = 12, weight = null, focus = true }) {
   const ends = rows.map((r) => (r.start ?? 0) + r.parts.reduce((sum, p) => sum + p.value, 0)), small = contentWidth(element) < 480;
@@ -23,12 +23,16 @@ export function bars(element, rows, { label: name, left = 112, right = 70, tall 
   rows.forEach((row, i) => {
     const plot = row.key === undefined ? chart.plot : svg("g", { dataset: row.key }), one = { ...chart, plot }, end = x(ends[i]), middle = y(i) + y.width / 2;
     if (plot !== chart.plot) chart.plot.append(plot);
-    stacked(one, [{ ...row, label: i }], { x, y, focus });
+    let sum = row.start ?? 0;
+    for (const { value, colour: fill, pattern, formula } of row.parts) {
+      if (value > 0) rect(one, x(sum), y(i), x(sum + value) - x(sum), y.width, { fill, pattern, formula, focus, round: 0 });
+      sum += Math.max(0, value);
+    }
     const inside = end > chart.width - (small ? 20 : 40) && x(row.start ?? 0) > 90; // no room behind the bar
     const text = small ? row.text?.split(" · ")[0] : row.text, line = row.limit ?? (limit && Math.min(limit.at, most));
     if (text) label(one, text, inside ? x(row.start) - 6 : behind(end, text, line && x(line)), middle, { anchor: inside ? "end" : "start", middle: true, size: 11, weight, colour: row.tone || "ink", halo: true });
-    if (row.limit) plot.append(svg("line", { x1: x(row.limit), x2: x(row.limit), y1: y(i) - 2, y2: y(i) + y.width + 2, stroke: "bad", "stroke-width": 2 }));
+    if (row.limit) rule(one, x(row.limit), y(i) - 2, x(row.limit), y(i) + y.width + 2, { stroke: "bad" });
   });
   if (limit) threshold(chart, x(Math.min(limit.at, most)), limit.words);
-  return chart;
+  return { ...chart, x, y };
 }

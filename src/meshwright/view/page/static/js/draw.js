@@ -3,7 +3,7 @@
 //   const chart = figure(element, { height: 220, left: 60, label: "Memory: 61.5 of 79 GiB" });
 //   const x = linear([0, 79], [0, chart.width]);
 //   axis(chart, x, "bottom", { label: "GiB per GPU" });
-//   stacked(chart, rows, { x, y: band(rows.map((r) => r.label), [0, chart.height]) });
+//   rect(chart, 0, 20, x(61.5), 30, { fill: "compute", formula: "61.5 GiB" });
 //
 // Text enters only through text nodes. Colours are names of CSS variables ("compute" → var(--compute)) or any CSS colour.
 
@@ -114,6 +114,16 @@ export function label(parent, text, x, y, { anchor = "start", colour = "ink", si
   return node;
 }
 
+/** A label in the middle of a mark, which it leaves to the pointer. */
+export function centred(parent, text, x, y, options) {
+  const node = label(parent, text, x, y, { anchor: "middle", middle: true, ...options });
+  node.style.pointerEvents = "none";
+  return node;
+}
+/** A straight line across a chart. */
+export const rule = (chart, x1, y1, x2, y2, { stroke = "quiet", width = 2, dash = null, opacity = null } = {}, ...children) => chart.plot.appendChild(
+  svg("line", { x1, x2, y1, y2, stroke, "stroke-width": width, "stroke-dasharray": dash, opacity }, ...children));
+
 /** An axis of the chart. side: bottom|left|right|top. Options: label (with unit), format, ticks (count or values), grid. */
 export function axis(chart, scale, side, { label: title = "", format: text = scale.kind === "band" ? String : (v) => format.number(v), ticks = 5, grid = true, line = true } = {}) {
   const group = svg("g", { class: "axis", "aria-hidden": "true" });
@@ -169,21 +179,8 @@ function activate(chart, node, action, name) {
 
 /** A dashed line across a chart at a position of one of its scales, such as a limit, with words at its end. `flat`: at a position of y. */
 export function threshold(chart, at, words, { flat = false, colour = "bad" } = {}) {
-  chart.plot.append(svg("line", { ...(flat ? { x1: 0, x2: chart.width, y1: at, y2: at } : { x1: at, x2: at, y1: -4, y2: chart.height }), stroke: colour, "stroke-width": 2, "stroke-dasharray": "5 4" }));
+  rule(chart, ...(flat ? [0, at, chart.width, at] : [at, -4, at, chart.height]), { stroke: colour, dash: "5 4" });
   label(chart, words, flat ? chart.width : Math.max(at, 110) - 4, flat ? at - 5 : -2, { anchor: "end", size: 11, colour, halo: true });
-}
-
-/** Stacked bars: rows [{ label, start = 0, parts: [{ name, value, colour, pattern, formula }] }] on scales { x, y }, of which y is the band. */
-export function stacked(chart, rows, { x, y, focus = true } = {}) {
-  for (const row of rows) {
-    let sum = row.start ?? 0;
-    for (const part of row.parts) {
-      if (!(part.value > 0)) continue;
-      const options = { fill: part.colour ?? "compute", pattern: part.pattern, formula: part.formula, focus, round: 0 };
-      rect(chart, x(sum), y(row.label), x(sum + part.value) - x(sum), y.width, options);
-      sum += part.value;
-    }
-  }
 }
 
 /** A line through points [{ x, y }] (null y: a gap). Options: x, y scales, colour, dash, width, steps (staircase). */
@@ -238,25 +235,25 @@ export function legend(items) {
   }));
 }
 
-const isNumber = (column) => Boolean(column.unit) || column.align === "right";
-
-/** A table: columns [{ title, key | value(row), unit (of `format.by`) | text(value, row), align: "right", formula(row) }]. Options: caption (or only a name for assistive technology), onrow(row), chosen(row). */
-export function table(columns, rows, { caption = "", name = caption, onrow = null, chosen = null, rowLabel = null } = {}) {
-  const cell = (column, row, first) => {
-    const value = column.value ? column.value(row) : row[column.key];
-    const words = column.text ? column.text(value, row) : column.unit ? format.by[column.unit](value) : value;
-    const kind = isNumber(column) ? "number" : String(words?.textContent ?? words).length > LONG_TEXT ? "text" : null;
-    const node = h(first ? "th" : "td", { class: kind, scope: first ? "row" : null }, words instanceof Node ? words : String(words ?? "–"));
-    return column.formula ? formula(node, column.formula(row), { focus: false }) : node;
+/** A table. Columns: [title, key or value(row), kind, about(row)], or only a key that is also the title; `kind` is a unit of `format.by` or a function
+ *  of the value, and says that this is a number. Options: caption (or only a name for assistive technology), onrow(row), chosen(row). */
+export function table(given, rows, { caption = "", name = caption, onrow = null, chosen = null, rowLabel = null } = {}) {
+  const columns = given.map((one) => (typeof one === "string" ? [one, one] : one));
+  const cell = ([, value, kind, about], row, first) => {
+    const found = typeof value === "function" ? value(row) : row[value], words = (kind ? (format.by[kind] ?? kind)(found) : found) ?? "–";
+    const long = String(words.textContent ?? words).length > LONG_TEXT ? "text" : null;
+    const node = h(first ? "th" : "td", { class: kind ? "number" : long, scope: first ? "row" : null }, words instanceof Node ? words : String(words));
+    return about ? formula(node, about(row), { focus: false }) : node;
   };
-  const body = rows.map((row) => {
-    const cells = columns.map((column, i) => cell(column, row, i === 0));
-    if (onrow) cells.push(h("td", null, h("button", { type: "button", class: "small", onclick: () => onrow(row), "aria-label": rowLabel?.(row) ?? null }, "Use")));
-    return h("tr", { class: chosen?.(row) ? "chosen" : null }, cells);
-  });
-  const head = h("tr", null, columns.map((c) => h("th", { scope: "col", class: isNumber(c) ? "number" : null }, c.title)), onrow ? h("th", { scope: "col" }, h("span", { class: "hidden" }, "Use")) : null);
-  return h("div", { class: "table", tabindex: "0", role: "region", "aria-label": name || "Table" }, h("table", null, caption ? h("caption", null, caption) : null, h("thead", null, head), h("tbody", null, body)));
+  const use = (row) => h("td", null, button("Use", () => onrow(row), { class: "small", "aria-label": rowLabel?.(row) ?? null }));
+  const body = rows.map((row) => h("tr", { class: chosen?.(row) ? "chosen" : null }, columns.map((column, i) => cell(column, row, !i)), onrow && use(row)));
+  const head = columns.map(([title, , kind]) => h("th", { scope: "col", class: kind ? "number" : null }, title));
+  return framed(name || "Table", h("table", null, caption ? h("caption", null, caption) : null,
+    h("thead", null, h("tr", null, head, onrow && h("th", { scope: "col" }, h("span", { class: "hidden" }, "Use")))), h("tbody", null, body)));
 }
+
+/** A frame in which something wide scrolls. */
+export const framed = (name, ...children) => h("div", { class: "table", tabindex: "0", role: "region", "aria-label": name }, ...children);
 
 // Parts of a view.
 
@@ -268,9 +265,22 @@ export function keepFocus(element, drawn) {
 }
 
 /** The frame of one figure: a heading, one sentence that says what to see, then children. Returns the section; append figures to it. */
-export function panel(title, sentence, ...children) {
-  return h("section", { class: "panel" }, title ? h("h3", null, title) : null, sentence ? h("p", { class: "sentence" }, sentence) : null, ...children);
+export function panel(title, words, ...children) {
+  return h("section", { class: "panel" }, title ? h("h3", null, title) : null, words ? sentence(words) : null, ...children);
 }
+
+/** A button that is no link and sends no form. */
+export const button = (words, onclick, attributes = {}) => h("button", { type: "button", onclick, ...attributes }, words);
+/** Names and what is said of them: [[name, words], …]; what has no words is left out. */
+export const terms = (pairs) => h("dl", { class: "reasons" }, pairs.filter(([, words]) => words || words === 0).map(([name, words]) => [h("dt", null, name), h("dd", null, words)]));
+/** What stands where there is nothing to show. */
+export const empty = (words) => h("p", { class: "empty" }, words);
+/** A quiet sentence below a figure. */
+export const sentence = (words) => h("p", { class: "sentence" }, words);
+/** A row of controls of a view. */
+export const controls = (...children) => h("div", { class: "controls" }, ...children);
+/** The main numbers of a view, each a `stat`; what is null or false is left out. */
+export const stats = (...all) => h("div", { class: "stats" }, ...all);
 
 /** One number with its name: stat("Step time", "70.9 s", { detail: "57 to 103 s", formula, tone: "good"|"bad"|"warn" }). */
 export function stat(name, value, { detail = "", formula: text = "", tone = "" } = {}) {
@@ -278,11 +288,14 @@ export function stat(name, value, { detail = "", formula: text = "", tone = "" }
   return text ? formula(node, text) : node;
 }
 
+/** A control with its name above it. */
+export const labelled = (name, control, ...more) => h("label", { class: "control" }, h("span", null, name, ...more), control);
+
 /** A labelled select: choice("Order by", [["time", "step time"], …] or ["a", "b"], value, onchange(value)). */
 export function choice(name, values, value, onchange) {
   const pairs = values.map((v) => (Array.isArray(v) ? v : [v, String(v)]));
   const select = h("select", { onchange: () => onchange(pairs[select.selectedIndex][0]) }, pairs.map(([v, words]) => h("option", { selected: v === value }, words)));
-  return h("label", { class: "control" }, h("span", null, name), select);
+  return labelled(name, select);
 }
 
 /** A labelled slider over the stops `values`, with its value as text: slider("GPUs", { values, value, text(v), oninput(v) }). */
@@ -294,7 +307,7 @@ export function slider(name, { values, value, text = (v) => format.number(v), on
     input.setAttribute("aria-valuetext", text(chosen));
     oninput(chosen);
   } });
-  return h("label", { class: "control" }, h("span", null, name, " ", output), input);
+  return labelled(name, input, " ", output);
 }
 
 /** A labelled checkbox. */

@@ -2,7 +2,7 @@
 
 import { bars as drawBars, inSeconds } from "meshwright/bars.js";
 import { curves } from "meshwright/curves.js";
-import { axis, band, choice, clear, figure, format, h, keepFocus, label, legend, linear, rect, slider, stat, svg } from "meshwright/draw.js";
+import { axis, band, choice, clear, figure, format, h, keepFocus, label, labelled, legend, linear, rect, slider, stat, svg } from "meshwright/draw.js";
 import { refusal } from "meshwright/notice.js";
 import { playback } from "meshwright/playback.js";
 import { schedule } from "meshwright/views/modeler.js";
@@ -55,7 +55,7 @@ export function embedded(name, words, ask) {
 function control({ kind, label: name, value, values, unit }, set) {
   const words = AS[unit] ?? AS.number;
   if (kind === "choice") return choice(name, values, value, set);
-  if (kind === "text") return h("label", { class: "control" }, h("span", null, name), h("input", { type: "text", value, placeholder: unit, spellcheck: "false", onchange: (event) => set(event.target.value) }));
+  if (kind === "text") return labelled(name, h("input", { type: "text", value, placeholder: unit, spellcheck: "false", onchange: (event) => set(event.target.value) }));
   return slider(name, { values, value, text: words, oninput: set });
 }
 

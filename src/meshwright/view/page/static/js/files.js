@@ -2,7 +2,7 @@
 // recordings (of `check`) are sent to this machine's own server and shown in Runs; every other file is read as a part of a plan (/api/file), and
 // the page says what it changed and what it could not read. Files that are none of these are refused and change nothing.
 
-import { clear, format, h } from "meshwright/draw.js";
+import { button, clear, empty, format, h } from "meshwright/draw.js";
 import { refusal } from "meshwright/notice.js";
 import * as save from "meshwright/save.js";
 import * as source from "meshwright/source.js";
@@ -40,7 +40,7 @@ export function picker(words, { folder = false } = {}) {
     await take(input.files);
     input.value = "";
   } });
-  return h("span", null, h("button", { type: "button", onclick: () => input.click() }, words), input);
+  return h("span", null, button(words, () => input.click()), input);
 }
 
 /** The files of a drop or of a file input, with folders: [{ name: "many/rank-00000/rank.json", file }]. */
@@ -106,9 +106,10 @@ async function open(files) {
   if (document.body.dataset.workspace !== "plan") state.set("page.view", "overview");
   const now = state.get(), changed = [...state.SECTIONS.filter((key) => JSON.stringify(now[key]) !== JSON.stringify(before[key])), ...(pins ? ["scenarios"] : [])];
   const unread = opened.flatMap((one) => one.unread), left = chosen ? 0 : files.length - opened.length - refused.length;
+  const undo = () => { state.update(before); clear(notice); };
   shownFor = JSON.stringify(state.config());
   clear(notice).append(h("div", { class: "notice good" },
-    h("p", null, opened.map(({ name, kind }) => h("b", null, `${name}: ${kind}. `)), changed.length ? `Changed: ${changed.join(", ")}. ` : "It changed nothing. ", h("button", { type: "button", class: "small", onclick: () => { state.update(before); clear(notice); } }, "Undo")),
+    h("p", null, opened.map(({ name, kind }) => h("b", null, `${name}: ${kind}. `)), changed.length ? `Changed: ${changed.join(", ")}. ` : "It changed nothing. ", button("Undo", undo, { class: "small" })),
     refused.map((one) => h("p", null, `Not opened: ${one.name}. ${one.error.what}`)), left ? h("p", null, `${left} more files were not opened: at most ${MOST_FILES} are.`) : null,
     unread.length ? h("details", null, h("summary", null, `Not read: ${unread.length} ${unread.length === 1 ? "entry" : "entries"}`), h("p", null, unread.join(", "))) : null));
 }
@@ -157,7 +158,10 @@ export function zone(element, view, words, data, draw) {
   const show = () => {
     if (!body.isConnected) return void listeners.delete(show);
     const result = results.get(view), busy = reading?.view === view;
-    status.replaceChildren(...(busy ? [h("p", { class: "empty" }, h("progress", { "aria-label": "Reading" }), ` Reading ${reading.files.length === 1 ? reading.files[0].name : `${reading.files.length} files`} … `, h("button", { type: "button", class: "small", onclick: () => reading.stop.abort() }, "Stop"))] : result?.error ? [refusal(result.error)] : []));
+    const what = busy && (reading.files.length === 1 ? reading.files[0].name : `${reading.files.length} files`);
+    clear(status);
+    if (busy) status.append(empty([h("progress", { "aria-label": "Reading" }), ` Reading ${what} … `, button("Stop", () => reading.stop.abort(), { class: "small" })]));
+    else if (result?.error) status.append(refusal(result.error));
     body.replaceChildren();
     if (busy || !result?.data) return;
     draw(body, result.data, result);

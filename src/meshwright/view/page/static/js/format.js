@@ -51,4 +51,4 @@ export function change(value, places = 0) {
   return `${Number(text) === 0 ? "±" : value > 0 ? "+" : "−"}${text}%`;
 }
 /** The formatter for a unit as Python names it in keys: s, bytes, gib, flops, share, count. */
-export const by = { s: seconds, bytes, gib, flops, share: percent, count, rate, number, whole };
+export const by = { s: seconds, bytes, gib, flops, share: percent, count, rate, number, whole, plain: (value) => value };

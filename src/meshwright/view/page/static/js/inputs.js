@@ -1,7 +1,7 @@
 // The inputs: model, cluster, stack, workload and plan. A choice is applied with the changes that keep the plan legal, which
 // the server says (/api/choices): no rule of a legal plan is written here.
 
-import { clear, format, h } from "meshwright/draw.js";
+import { button, clear, format, h } from "meshwright/draw.js";
 import { ANY, check, chips, entry, picker, words } from "meshwright/fields.js";
 import * as files from "meshwright/files.js";
 import { refusal, toast } from "meshwright/notice.js";
@@ -199,7 +199,7 @@ export async function begin(element) {
   try {
     catalog = await source.catalog();
   } catch (error) {
-    form.replaceChildren(refusal(error.error), h("button", { type: "button", onclick: () => begin(clear(form)) }, "Try again"));
+    form.replaceChildren(refusal(error.error), button("Try again", () => begin(clear(form))));
     return;
   }
   const all = h("details", { id: "all-settings" }, h("summary", null, "All settings, own model and own cluster"), h("div", { class: "sections" }, section("Model", () => nameOf(state.get().model), ownModel(catalog, () => choices?.model, mendAfter, follow)), section("Cluster", () => nameOf(state.get().cluster), ownCluster(catalog, mendAfter, follow)), workloadSection(), planSection(), adapterSection()));
@@ -246,7 +246,7 @@ async function ask() {
     if (signal.aborted) return;
     choices = { ...found, plan: config.plan, key: JSON.stringify(config) };
     clear(problems);
-    if (found.problem) problems.append(h("div", { class: "notice error" }, h("p", null, h("b", null, `${found.problem.code}: `), found.problem.what), found.mend ? h("button", { type: "button", onclick: () => apply(found.mend) }, "Change the plan to the nearest legal one") : null));
+    if (found.problem) problems.append(h("div", { class: "notice error" }, h("p", null, h("b", null, `${found.problem.code}: `), found.problem.what), found.mend ? button("Change the plan to the nearest legal one", () => apply(found.mend)) : null));
     show();
   } catch (error) {
     if (error.name !== "AbortError" && error.error) clear(problems).append(refusal(error.error));

@@ -5,7 +5,7 @@
 // w and s zoom, a and d pan, a click selects a span, f fits the view to it, a drag with Shift measures a time. A minimap shows the share of busy
 // lanes over the whole time, and which part is drawn below; spans too short to be told apart are drawn as the mix of their colours.
 
-import { colourOf, contentWidth, format, h, hide, show } from "meshwright/draw.js";
+import { button, colourOf, contentWidth, format, h, hide, show } from "meshwright/draw.js";
 
 const HEAD = 22, GAP = 12, RULER = 26, MAP = 30, LEFT = 76, RIGHT = 8;
 const LEAST_PX = 2.2; // mean width of spans below which they are mixed
@@ -24,8 +24,8 @@ export function lanes(element, groups, { total, label, place = {}, begin = total
   const map = h("canvas", { role: "img", "aria-label": "The whole time, and which part of it is drawn below", class: "minimap" });
   const node = h("canvas", { role: "application", tabindex: "0", "aria-label": `${label}. ${HELP}`, "aria-describedby": `lanes-${++serial}` });
   const details = h("output", { class: "sentence", id: `lanes-${serial}` }, HELP);
-  const button = (text, name, action) => h("button", { type: "button", class: "small", "aria-label": name, title: name, onclick: action }, text);
-  element.append(map, node, h("div", { class: "controls lanes-controls" }, button("+", "Zoom in (w)", () => zoom(0.5)), button("−", "Zoom out (s)", () => zoom(2)), button("◀", "Earlier (a)", () => pan(-0.25)), button("▶", "Later (d)", () => pan(0.25)), button("All", "Show everything (0)", () => move(0, total)), details));
+  const by = (words, title, action) => button(words, action, { class: "small", "aria-label": title, title });
+  element.append(map, node, h("div", { class: "controls lanes-controls" }, by("+", "Zoom in (w)", () => zoom(0.5)), by("−", "Zoom out (s)", () => zoom(2)), by("◀", "Earlier (a)", () => pan(-0.25)), by("▶", "Later (d)", () => pan(0.25)), by("All", "Show everything (0)", () => move(0, total)), details));
   const colours = new Map(), paintOf = (name) => colours.get(name) ?? (colours.set(name, colourOf(name)), colours.get(name));
   const width = Math.max(260, Math.floor(contentWidth(element))), across = width - LEFT - RIGHT; // the page draws again when it changes
   const scale = () => across / (place.to - place.from), at = (t) => LEFT + (t - place.from) * scale(), seconds = (px) => px / scale();
@@ -171,7 +171,11 @@ export function lanes(element, groups, { total, label, place = {}, begin = total
     choose({ one, i });
     if (one.start[i] < place.from || one.end[i] > place.to) move(one.start[i] - (place.to - place.from) / 2, one.start[i] + (place.to - place.from) / 2);
   }
-  const KEYS = { w: () => zoom(0.7), s: () => zoom(1 / 0.7), a: () => pan(-0.15), d: () => pan(0.15), ArrowUp: () => zoom(0.7), ArrowDown: () => zoom(1 / 0.7), ArrowLeft: () => pan(-0.15), ArrowRight: () => pan(0.15), "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1 / 0.7), 0: () => move(0, total), Home: () => move(0, total), f: fit, ",": () => next(-1), ".": () => next(1), Escape: () => { range = null; choose(null); } };
+  const nearer = () => zoom(0.7), farther = () => zoom(1 / 0.7), earlier = () => pan(-0.15), later = () => pan(0.15), whole = () => move(0, total);
+  const KEYS = {
+    w: nearer, ArrowUp: nearer, "+": nearer, "=": nearer, s: farther, ArrowDown: farther, "-": farther, a: earlier, ArrowLeft: earlier, d: later, ArrowRight: later,
+    0: whole, Home: whole, f: fit, ",": () => next(-1), ".": () => next(1), Escape: () => { range = null; choose(null); },
+  };
   node.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;
     KEYS[event.key]();
@@ -202,7 +206,7 @@ export function lanes(element, groups, { total, label, place = {}, begin = total
     held = null;
   });
   node.addEventListener("pointerleave", () => { hide(); if (lit !== null) { lit = null; repaint(); } });
-  node.addEventListener("dblclick", () => move(0, total));
+  node.addEventListener("dblclick", whole);
   node.addEventListener("wheel", (event) => {
     if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) move(place.from + seconds(event.deltaX), place.to + seconds(event.deltaX));
     else if (event.ctrlKey || event.shiftKey || document.activeElement === node) zoom(Math.exp(event.deltaY / 400), event.offsetX);

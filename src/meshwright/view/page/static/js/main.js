@@ -1,7 +1,7 @@
 // The frame: navigation, inputs, verdict, and the views that are open. A change of the state aborts what was asked before and asks again;
 // an answer of an older state is dropped.
 
-import { h, clear, format, keepFocus, panel as boxed } from "meshwright/draw.js";
+import { clear, empty, format, h, keepFocus, panel as boxed, sentence } from "meshwright/draw.js";
 import * as actions from "meshwright/actions.js";
 import * as inputs from "meshwright/inputs.js";
 import * as save from "meshwright/save.js";
@@ -88,7 +88,7 @@ function frame() {
 function panelOf(view) {
   const body = h("div", { class: view.within ? null : "body" });
   if (view.within) return { view, body, drawn: null, section: boxed(view.title, null, body) };
-  return { view, body, drawn: null, section: h("section", { class: view.ownTitle ? "view own-title" : "view", dataset: { name: view.name } }, h("h2", null, view.title), h("p", { class: "sentence" }, view.sentence ?? ""), body) };
+  return { view, body, drawn: null, section: h("section", { class: view.ownTitle ? "view own-title" : "view", dataset: { name: view.name } }, h("h2", null, view.title), sentence(view.sentence ?? ""), body) };
 }
 
 function mark(now) {
@@ -134,7 +134,7 @@ function drawPanel(panel, again, height) {
   panel.drawn = drawn;
   if (failed) clear(body).append(refusal(failed.error));
   else if (found.some((a) => !a?.data)) {
-    if (!body.firstChild) body.append(h("p", { class: "empty" }, "Computing …"));
+    if (!body.firstChild) body.append(empty("Computing …"));
   } else if (!found.some((a) => a.stale)) fill(panel, found, busy, height);
   return busy;
 }

@@ -2,7 +2,8 @@
 // happened when. A run has one colour in all of them.
 
 import { bars } from "meshwright/bars.js";
-import { area, axis, band, figure, format, formula, h, hide, legend, line, linear, log, panel, scatter, show, stacked, svg, table } from "meshwright/draw.js";
+import { curves as draw } from "meshwright/curves.js";
+import { contentWidth, empty, format, formula, h, hide, legend, panel, rule, scatter, show, svg, table } from "meshwright/draw.js";
 import { firstAfter, laneOf, lanes } from "meshwright/lanes.js";
 import * as part from "meshwright/parts.js";
 
@@ -60,7 +61,7 @@ export function curves(element, runs, { across = "step", smooth = 0, logarithmic
     { title: "Learning rate", key: "learning_rate", text: format.number },
     { title: "Memory", key: "memory_gib", text: small ? (v) => `${format.number(v)} MiB` : format.gib, factor: small ? 1024 : 1, sentence: run.about?.device === "cpu" ? "Resident memory of the process of rank 0, peak until then." : "Memory that rank 0 reserved, peak until then." },
   ].map((one) => ({ ...one, lines: runs.map((r) => ({ ...r, points: smoothed(column(r.run, one.key, across).map((p) => ({ ...p, y: p.y * (one.factor ?? 1) })), smooth) })).filter(({ points }) => points.length > 1) })).filter(({ lines }) => lines.length);
-  if (!charts.length) return void element.append(h("p", { class: "empty" }, run.state === "running" ? "The first steps are computed; the curves appear with the second one." : "This run has fewer than two steps."));
+  if (!charts.length) return void element.append(empty(run.state === "running" ? "The first steps are computed; the curves appear with the second one." : "This run has fewer than two steps."));
   const boxes = charts.map(({ title }) => panel(title, null)), linked = [];
   charts.forEach(({ sentence }, i) => sentence && formula(boxes[i].querySelector("h3"), sentence));
   element.append(h("div", { class: "columns charts" }, boxes)); // all panels first: their number decides their width
@@ -73,27 +74,29 @@ export function curves(element, runs, { across = "step", smooth = 0, logarithmic
 }
 
 function curve(box, { title, key, lines, text, evaluated = "", expected = null, marked = false, fromZero = true, clip = false, isLog = false }, runs, across, linked) {
-  const ys = lines.flatMap(({ points }) => points.map((p) => p.y)), sorted = [...ys].sort((a, b) => a - b), first = lines[0];
-  const extra = evaluated ? runs.flatMap(({ run, colour }) => column(run, evaluated, across).map((p) => ({ ...p, colour, formula: `${run.name}: validation loss ${format.number(p.y, 5)}\nafter step ${format.whole(p.step)}` }))) : [];
+  const sorted = lines.flatMap(({ points }) => points.map((p) => p.y)).sort((a, b) => a - b), [first] = lines, { label, text: at } = ACROSS[across];
+  const extra = runs.flatMap(({ run, colour }) => column(run, evaluated, across).map((p) => ({
+    ...p, colour, formula: `${run.name}: validation loss ${format.number(p.y, 5)}\nafter step ${format.whole(p.step)}` })));
   // The first steps take long and have large gradients: they may leave the figure.
   const all = Math.max(sorted.at(-1), ...extra.map((p) => p.y)), usual = sorted[Math.floor(0.98 * (sorted.length - 1))] * 1.25;
-  const most = Math.max(clip ? Math.min(all, usual) : all, Math.min(expected?.high || expected?.value || -Infinity, 3 * all), expected && expected.value < 3 * all ? expected.value : -Infinity);
-  const least = fromZero ? Math.min(0, sorted[0]) : Math.min(sorted[0], ...extra.map((p) => p.y));
-  const readout = h("p", { class: "readout", "aria-hidden": "true" });
+  const far = expected ? [Math.min(expected.high || expected.value, 3 * all), expected.value < 3 * all ? expected.value : -Infinity] : [];
+  const most = Math.max(clip ? Math.min(all, usual) : all, ...far), lowest = Math.min(sorted[0], ...extra.map((p) => p.y));
+  const least = fromZero ? Math.min(0, sorted[0]) : lowest, logs = isLog && sorted[0] > 0;
+  const readout = h("p", { class: "readout", "aria-hidden": "true" }), width = contentWidth(box);
   box.querySelector("h3").after(readout);
-  const chart = figure(box, { height: 170, left: 58, right: 10, bottom: 34, label: `${title} of ${lines.map(({ run, points }) => `${run.name}: from ${text(points[0].y)} to ${text(points.at(-1).y)} over ${points.length} steps`).join("; ")}` });
-  const begin = Math.min(...lines.map(({ points }) => points[0].x)), end = Math.max(...lines.map(({ points }) => points.at(-1).x));
-  const x = linear([begin, end > begin ? end : begin + 1], [0, chart.width]), y = isLog && sorted[0] > 0 ? log([Math.min(sorted[0], ...extra.map((p) => p.y)), most], [chart.height, 0]) : linear([least, most > least ? most : least + 1], [chart.height, 0], { nice: true, count: 4 });
-  axis(chart, y, "left", { format: text, ticks: 4 });
-  axis(chart, x, "bottom", { label: ACROSS[across].label, format: ACROSS[across].text, ticks: Math.max(2, Math.floor(chart.width / 80)) });
-  if (expected) {
-    const inside = (v) => Math.max(y.domain[0], Math.min(v, y.domain[1]));
-    if (Number.isFinite(expected.low) && Number.isFinite(expected.high)) area(chart, x.domain.map((at) => ({ x: at, y: inside(expected.high), base: inside(expected.low) })), { x, y, colour: "bubble", opacity: 0.22 });
-    if (expected.value <= y.domain[1]) line(chart, x.domain.map((at) => ({ x: at, y: expected.value })), { x, y, colour: "quiet", dash: "5 4", width: 1.5 });
-  }
-  for (const { run, colour, points } of lines) line(chart, thinned(points, chart.width).map((p) => ({ x: p.x, y: Math.min(p.y, y.domain[1]) })), { x, y, colour, width: run === runs[0].run ? 1.9 : 1.4 });
-  scatter(chart, extra, { x, y, shape: "diamond", radius: 3.5, focus: false });
-  if (marked && across === "step") for (const event of (first.run.events ?? []).filter((e) => MARKS[e.kind] && e.step >= begin && e.step <= end)) chart.plot.append(svg("line", { x1: x(event.step), x2: x(event.step), y1: 0, y2: chart.height, stroke: MARKS[event.kind][0], "stroke-width": 1.5, "stroke-dasharray": "3 2" }, svg("title", null, `Step ${format.whole(event.step)}: ${event.text}`)));
+  const begin = Math.min(...lines.map(({ points }) => points[0].x)), end = Math.max(...lines.map(({ points }) => points.at(-1).x)), ends = [begin, end > begin ? end : begin + 1];
+  const level = (key, base) => ends.map((x) => ({ x, y: expected[key], base: expected[base] })), predicted = [];
+  if (Number.isFinite(expected?.low) && Number.isFinite(expected.high)) predicted.push({ points: level("high", "low"), colour: "bubble", area: 0.22, only: true, dots: false });
+  if (expected?.value <= most) predicted.push({ points: level("value"), colour: "quiet", dash: "5 4", width: 1.5, dots: false });
+  const events = marked && across === "step" ? (first.run.events ?? []).filter((e) => MARKS[e.kind] && e.step >= begin && e.step <= end) : [];
+  const chart = draw(box, {
+    label: `${title} of ${lines.map(({ run, points }) => `${run.name}: from ${text(points[0].y)} to ${text(points.at(-1).y)} over ${points.length} steps`).join("; ")}`,
+    height: 170, left: 58, right: 10, bottom: 34, inset: 0, x: { from: ends[0], to: ends[1], label, format: at, ticks: Math.max(2, Math.floor((width - 68) / 80)) },
+    y: { log: logs ? 10 : 0, nice: 4, from: logs ? lowest : least, to: logs || most > least ? most : least + 1, format: text, ticks: 4 },
+    series: [...predicted, ...lines.map(({ run, colour, points }) => ({ points: thinned(points, width), colour, width: run === runs[0].run ? 1.9 : 1.4, dots: false })),
+      { points: extra, only: true, shape: "diamond", radius: 3.5, focus: false }],
+    marks: events.map((e) => ({ at: e.step, colour: MARKS[e.kind][0], dash: "3 2", title: `Step ${format.whole(e.step)}: ${e.text}` })),
+  }), { x, y, root } = chart;
 
   const pointer = svg("g", { "pointer-events": "none" });
   chart.plot.append(pointer);
@@ -106,14 +109,14 @@ function curve(box, { title, key, lines, text, evaluated = "", expected = null, 
     const found = at === null ? lines.map((one) => ({ ...one, p: one.points.at(-1) })) : values(at);
     readout.append(...found.map(({ colour, p }) => h("b", { style: { color: `var(--${colour})` } }, text(p.y))));
     if (at === null) return;
-    pointer.append(svg("line", { x1: x(at), x2: x(at), y1: 0, y2: chart.height, stroke: "quiet" }), ...found.map(({ colour, p }) => svg("circle", { cx: x(p.x), cy: y(Math.min(p.y, y.domain[1])), r: 3.5, fill: colour, stroke: "surface" })));
+    rule({ plot: pointer }, x(at), 0, x(at), chart.height, { width: 1 });
+    pointer.append(...found.map(({ colour, p }) => svg("circle", { cx: x(p.x), cy: y(p.y), r: 3.5, fill: colour, stroke: "surface" })));
   }
   const together = (at) => {
     pointed = at;
     linked.forEach((one) => one.point(at));
   };
-  const words = (at) => `${ACROSS[across].label} ${ACROSS[across].text(at)}\n${values(at).map(({ run, p }) => `${run.name}: ${text(p.y)}${across === "step" ? "" : ` at step ${format.whole(p.step)}`}`).join("\n")}`;
-  const root = chart.root;
+  const words = (place) => `${label} ${at(place)}\n${values(place).map(({ run, p }) => `${run.name}: ${text(p.y)}${across === "step" ? "" : ` at step ${format.whole(p.step)}`}`).join("\n")}`;
   root.setAttribute("tabindex", "0");
   root.addEventListener("pointermove", (event) => {
     const px = event.clientX - root.getBoundingClientRect().left - chart.margin.left, at = nearest(first.points, x.invert(Math.max(0, Math.min(chart.width, px)))).x;
@@ -161,9 +164,10 @@ export function steps(element, timeline, name) {
   const used = new Set(SIDES.flatMap((side) => timeline[side].map(colourOf)));
   box.append(legend(Object.entries({ forward: "forward", backward: "backward", "input-gradient": "input gradient", weight: "weight gradient", recompute: "block of the model", tp: "tp communication", cp: "cp communication", ep: "ep communication", pp: "pp communication", dp: "dp communication", optimizer: "optimizer", host: "host" }).filter(([colour]) => used.has(colour)).map(([colour, words]) => ({ label: words, colour }))));
   const totals = STREAMS.map((stream) => ({ stream, ...Object.fromEntries(SIDES.map((side) => [side, timeline[side].filter((s) => s.rank === 0 && s.stream === stream).reduce((sum, s) => sum + s.duration_s, 0)])) })).filter((row) => row.measured || row.simulated);
-  box.append(table([{ title: "stream", key: "stream" }, { title: "measured", key: "measured", unit: "s" }, { title: "simulated", key: "simulated", unit: "s" }], totals, { caption: `Busy seconds of rank 0 by stream${name ? `: ${name}` : ""}` }));
+  box.append(table(["stream", ["measured", "measured", "s"], ["simulated", "simulated", "s"]], totals, { caption: `Busy seconds of rank 0 by stream${name ? `: ${name}` : ""}` }));
 }
 
+const SHAPES = { good: "circle", accent: "square", bad: "cross" };
 const HAPPENED = { ...MARKS, "checkpoint-finished": ["good", "checkpoint"], evaluation: ["accent", "evaluation"] };
 
 /** When the attempts of each run trained, and what happened meanwhile. */
@@ -173,15 +177,16 @@ export function history(element, runs) {
   const box = element.appendChild(panel("When it trained", "A bar is an attempt; between two of them the run was restarted. Marks are faults, restarts, checkpoints and evaluations.")), begun = ({ run }) => run.about.attempts[0].start;
   const end = ({ run }, attempt) => attempt.ended ?? run.rows.at(-1)?.[run.columns.indexOf("time")] ?? attempt.start;
   const most = Math.max(1, ...all.flatMap((one) => [...one.run.about.attempts.map((a) => end(one, a)), ...one.run.events.map((e) => e.time)].map((at) => at - begun(one))));
-  const small = element.clientWidth < 480, chart = figure(box, { height: 44 + 40 * all.length, left: small ? 60 : 130, right: 14, top: 6, bottom: 38, label: all.map(({ run }) => `${run.name}: ${run.about.attempts.length} attempts`).join(", ") });
-  const x = linear([0, most], [0, chart.width]), y = band(all.map(({ run }) => run.name), [0, chart.height], { gap: 0.3 });
-  axis(chart, x, "bottom", { label: "time since the start of the run", format: (v) => format.seconds(v, 2), ticks: small ? 3 : 6 });
-  axis(chart, y, "left", { format: (name) => (small && name.length > 8 ? `${name.slice(0, 7)}…` : name) });
-  for (const one of all) {
-    const top = y(one.run.name);
-    stacked(chart, one.run.about.attempts.map((attempt, i) => ({ label: one.run.name, start: attempt.start - begun(one), parts: [{ value: end(one, attempt) - attempt.start, colour: one.colour, formula: `Attempt ${i + 1}: ${attempt.world ?? "?"} ranks, from step ${format.whole(attempt.resumed_from ?? 0)}\n${attempt.cause || "no fault"}` }] })), { x, y: Object.assign(() => top + y.width * 0.3, { kind: "band", width: y.width * 0.4 }) });
-    scatter(chart, one.run.events.filter((e) => HAPPENED[e.kind]).map((e) => ({ x: e.time - begun(one), y: one.run.name, colour: HAPPENED[e.kind][0], shape: { good: "circle", accent: "square", bad: "cross" }[HAPPENED[e.kind][0]] ?? "triangle", formula: `${e.text}\nstep ${format.whole(e.step)}` })), { x, y: () => top + y.width * 0.5, radius: 5, focus: false });
-  }
+  const small = element.clientWidth < 480, short = (name) => (small && name.length > 8 ? `${name.slice(0, 7)}…` : name);
+  const attempts = (one) => one.run.about.attempts.flatMap((attempt, i, list) => [ // a gap, then the attempt
+    { value: attempt.start - (i ? end(one, list[i - 1]) : begun(one)), colour: "none" },
+    { value: end(one, attempt) - attempt.start, colour: one.colour, formula: `Attempt ${i + 1}: ${attempt.world ?? "?"} ranks, from step ${format.whole(attempt.resumed_from ?? 0)}\n${attempt.cause || "no fault"}` },
+  ]);
+  const { x, y, ...chart } = bars(box, all.map((one) => ({ label: short(one.run.name), parts: attempts(one) })), { left: small ? 60 : 130, right: 14, tall: 30, top: 6,
+    x: { label: "time since the start of the run", format: (v) => format.seconds(v, 2), to: most }, label: all.map(({ run }) => `${run.name}: ${run.about.attempts.length} attempts`).join(", ") });
+  all.forEach((one, i) => scatter(chart, one.run.events.filter((e) => HAPPENED[e.kind]).map((e) => ({
+    x: e.time - begun(one), y: i, colour: HAPPENED[e.kind][0], shape: SHAPES[HAPPENED[e.kind][0]], formula: `${e.text}\nstep ${format.whole(e.step)}` })),
+  { x, y: () => y(i) + y.width / 2, shape: "triangle", focus: false }));
   const kinds = [...new Set(all.flatMap(({ run }) => run.events.map((e) => e.kind).filter((kind) => HAPPENED[kind])))];
   if (kinds.length) box.append(legend(kinds.map((kind) => ({ label: HAPPENED[kind][1], colour: HAPPENED[kind][0] }))));
 }

@@ -1,6 +1,6 @@
 // Files that the browser saves: any text, tables as CSV, figures as SVG and PNG.
 
-import { h } from "meshwright/draw.js";
+import { button, h } from "meshwright/draw.js";
 
 /** Save a text, or a Blob, under a name. */
 export function download(name, content) {
@@ -13,11 +13,11 @@ export function download(name, content) {
 export function attach(element, view) {
   for (const [k, panel] of [...element.querySelectorAll(".panel")].entries()) {
     const name = `${view}${k ? `-${k + 1}` : ""}`, figure = panel.querySelector(":scope > svg.figure, :scope > div > svg.figure"), canvas = panel.querySelector("canvas:not([aria-hidden])"), table = panel.querySelector("table");
-    const button = (kind, action) => h("button", { type: "button", class: "link", "aria-label": `Save as ${kind}`, onclick: action }, kind);
+    const as = (kind, action) => button(kind, action, { class: "link", "aria-label": `Save as ${kind}` });
     const buttons = [
-      figure && button("SVG", () => download(`${name}.svg`, drawn(figure))),
-      (figure || canvas) && button("PNG", async () => download(`${name}.png`, await pixels(canvas ?? figure))),
-      table && button("CSV", () => download(`${name}.csv`, csv(table))),
+      figure && as("SVG", () => download(`${name}.svg`, drawn(figure))),
+      (figure || canvas) && as("PNG", async () => download(`${name}.png`, await pixels(canvas ?? figure))),
+      table && as("CSV", () => download(`${name}.csv`, csv(table))),
     ].filter(Boolean);
     if (buttons.length && !panel.querySelector(":scope > .save")) panel.append(h("p", { class: "save" }, buttons));
   }

@@ -2,7 +2,7 @@
 // They are in the address (up to eight) and in a file. The charts of all scenarios light up together.
 
 import { bars } from "meshwright/bars.js";
-import { clear, format, h, legend, panel, table } from "meshwright/draw.js";
+import { button, clear, format, h, legend, panel, table } from "meshwright/draw.js";
 import { toast } from "meshwright/notice.js";
 import * as part from "meshwright/parts.js";
 import * as save from "meshwright/save.js";
@@ -89,7 +89,7 @@ function compared(list, catalog) {
     ...differing.map((path) => ({ what: path, cells: list.map((_, i) => text(value(i, path))), field: true })),
   ];
   const marked = (row, i) => (row.field && i && row.cells[i] !== row.cells[0] ? h("mark", null, row.cells[i]) : row.cells[i]);
-  const node = table([{ title: "", key: "what" }, ...list.map((one, i) => ({ title: heading(one), value: (row) => marked(row, i) }))], rows, { caption: "Scenarios: results, and the fields that differ" });
+  const node = table([["", "what"], ...list.map((one, i) => [heading(one), (row) => marked(row, i)])], rows, { caption: "Scenarios: results, and the fields that differ" });
   for (const row of node.querySelectorAll("tr")) [...row.cells].slice(1).forEach((cell, i) => { cell.dataset.scenario = i; });
   return node;
 }
@@ -101,7 +101,7 @@ function heading({ name, config, i }) {
   if (!i) return "Now";
   const { pins } = state.get().page, change = (list) => state.set("page.pins", list), at = i - 1;
   return h("span", { class: "pin" }, h("input", { type: "text", value: name, maxlength: 80, "aria-label": `Name of scenario ${i}`, onchange: (event) => change(pins.map((one, k) => (k === at ? { ...one, name: event.currentTarget.value.trim() || name } : one))) }),
-    h("button", { type: "button", class: "link", onclick: () => state.update(structuredClone(config)) }, "open"), h("button", { type: "button", class: "link", onclick: () => change(pins.filter((_, k) => k !== at)) }, "remove"));
+    button("open", () => state.update(structuredClone(config)), { class: "link" }), button("remove", () => change(pins.filter((_, k) => k !== at)), { class: "link" }));
 }
 
 /** What belongs to one scenario lights up together: bars in both charts and the column of the table. */

@@ -1,6 +1,6 @@
 // A comparison of two recordings of `check`: the network as a strip of modules with the first difference marked, and what the terminal shows.
 
-import { contentWidth, figure, h, label, legend, panel, rect, svg } from "meshwright/draw.js";
+import { button, contentWidth, controls, figure, framed, h, label, legend, panel, rect, svg } from "meshwright/draw.js";
 import { read, zone } from "meshwright/files.js";
 import * as source from "meshwright/source.js";
 import { parts } from "meshwright/views/sheet.js";
@@ -19,7 +19,8 @@ export const view = {
 
 function comparison(element, data, result) {
   const names = [...new Set((result?.files ?? []).map(({ name }) => name.split("/").at(-3)).filter((name) => name && !/^perturbed-\d/.test(name)))];
-  element.append(h("div", { class: "controls" }, h("h2", null, data.title), names.length === 2 ? h("button", { type: "button", class: "small", onclick: () => read("checked", result.files, names.find((name) => name !== (result.reference || data.reference))) }, "Exchange reference and candidate") : null));
+  const exchange = () => read("checked", result.files, names.find((name) => name !== (result.reference || data.reference)));
+  element.append(controls(h("h2", null, data.title), names.length === 2 && button("Exchange reference and candidate", exchange, { class: "small" })));
   if (data.lanes.length) strip(element, data);
   parts(element, data.parts);
 }
@@ -32,7 +33,7 @@ function look(cell) {
 }
 
 function strip(element, { lanes, modules, first }) {
-  const frame = h("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Modules" });
+  const frame = framed("Modules");
   const box = element.appendChild(panel("The network, module by module", "In the order of computation, from left to right. Point at a cell for its error and its bound.", frame));
   const width = Math.max(contentWidth(frame), LEFT + CELL * modules.length + 24);
   const chart = figure(frame, { width, height: TOP + LANE * lanes.length + 24, left: LEFT, top: TOP, right: 24, bottom: 24, label: first?.text ?? "No module differs" });

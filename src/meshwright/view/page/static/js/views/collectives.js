@@ -1,7 +1,7 @@
 // The explorer of collectives: play a program step by step, compare the algorithms by message size, see duals and the family of operations.
 
 import { curves } from "meshwright/curves.js";
-import { choice, clear, figure, format, formula, h, label, legend, panel, rect, stat, svg, table } from "meshwright/draw.js";
+import { centred, choice, clear, controls, empty, figure, format, formula, h, label, legend, panel, rect, stat, stats, svg, table } from "meshwright/draw.js";
 import { playback } from "meshwright/playback.js";
 
 const COLOURS = ["compute", "tp", "optimizer", "ep", "cp", "pp", "dp", "quiet", "bad", "host"], DASHES = [null, "7 4", "2 3", "9 3 2 3"];
@@ -11,33 +11,28 @@ export const view = {
   title: "Collectives, step by step",
   sentence: "A collective is a program: in each step ranks send chunks of their buffers. Play it, then see which algorithm is the fastest for which message.",
   draw(element, data, context) {
-    const set = (options) => context.setOptions({ operation: data.operation, ranks: data.ranks, ...options });
-    if (context.live) element.append(h("div", { class: "controls" },
-      choice("Operation", data.operations.map((o) => [o.name, o.name]), data.operation, (operation) => context.setOptions({ operation, algorithm: "" })),
-      choice("Algorithm", [["", `the library’s choice (${data.chosen ? "automatic" : data.algorithm})`], ...data.algorithms.filter((a) => a.runs).map((a) => [a.name, a.name])], data.chosen ? data.algorithm : "", (algorithm) => set({ algorithm })),
-      choice("Ranks", data.rank_choices.map((n) => [n, String(n)]), data.ranks, (ranks) => set({ ranks })),
-      choice("Message", data.size_choices.map((s) => [s.text, s.text]), data.size_choices.reduce((a, b) => (Math.abs(b.bytes - data.size_bytes) < Math.abs(a.bytes - data.size_bytes) ? b : a)).text, (size) => set({ size }))));
-    const about = data.operations.find((o) => o.name === data.operation);
-    element.append(h("div", { class: "stats" },
-      ...(data.time_s === null ? [] : [stat("Time", format.seconds(data.time_s), { detail: data.size_bytes ? `${format.bytes(data.size_bytes)} on ${data.cluster}` : data.cluster, formula: data.formulas.time_s })]),
-      ...(data.algorithm ? [stat("Steps", data.program ? format.whole(data.program.steps) : format.whole(data.timeline.length), { detail: data.algorithm })] : []),
+    const { operation, operations, algorithm, algorithms, program, size_bytes: bytes, cluster, formulas, ranks } = data, { live, setOptions } = context;
+    const set = (options) => setOptions({ operation, ranks, ...options }), about = operations.find((o) => o.name === operation);
+    const nearest = data.size_choices.reduce((a, b) => (Math.abs(b.bytes - bytes) < Math.abs(a.bytes - bytes) ? b : a)).text, [first, ...more] = about.used.split(",");
+    const offered = [["", `the library’s choice (${data.chosen ? "automatic" : algorithm})`], ...algorithms.filter((a) => a.runs).map((a) => a.name)];
+    if (live) element.append(controls(
+      choice("Operation", operations.map((o) => o.name), operation, (one) => setOptions({ operation: one, algorithm: "" })),
+      choice("Algorithm", offered, data.chosen ? algorithm : "", (one) => set({ algorithm: one })), choice("Ranks", data.rank_choices, ranks, (one) => set({ ranks: one })),
+      choice("Message", data.size_choices.map((s) => s.text), nearest, (size) => set({ size }))));
+    element.append(stats(
+      data.time_s !== null && stat("Time", format.seconds(data.time_s), { detail: bytes ? `${format.bytes(bytes)} on ${cluster}` : cluster, formula: formulas.time_s }),
+      algorithm && stat("Steps", format.whole(program ? program.steps : data.timeline.length), { detail: algorithm }),
       stat("Dual", about.dual || "itself", { detail: about.dual ? "the same moves backward" : "reversed it is the same" }),
-      stat("Used for", about.used.split(",")[0], { detail: about.used.split(",").slice(1).join(",") })));
-    if (data.algorithm) explain(element, data, about);
-    if (data.comparison) {
-      const box = element.appendChild(panel("Which algorithm for which size", `${data.ranks} ranks on ${data.cluster}: ${data.formulas.crossovers}.`));
-      sizes(box, data);
+      stat("Used for", first, { detail: more.join(",") })));
+    if (algorithm) {
+      const play = element.appendChild(panel(`${algorithm} ${operation}`, `${about.about}. t = ${algorithms.find((a) => a.name === algorithm)?.formula ?? ""}`));
+      program ? player(play, program) : play.append(empty("Too many moves to draw: choose fewer ranks."));
     }
-    const tree = element.appendChild(panel("The family of collectives", `Solid: an operation composed of two others. Dashed: duals, each the other one played backward.${context.live ? " Choose one to explore it." : ""}`));
-    family(tree, data, context);
+    if (data.comparison) sizes(element.appendChild(panel("Which algorithm for which size", `${ranks} ranks on ${cluster}: ${formulas.crossovers}.`)), data);
+    const explore = live ? " Choose one to explore it." : "";
+    family(element.appendChild(panel("The family of collectives", `Solid: an operation composed of two others. Dashed: duals, each the other one played backward.${explore}`)), data, context);
   },
 };
-
-/** The formula and the player. */
-function explain(element, data, about) {
-  const play = element.appendChild(panel(`${data.algorithm} ${data.operation}`, `${about.about}. t = ${data.algorithms.find((a) => a.name === data.algorithm)?.formula ?? ""}`));
-  data.program ? player(play, data.program) : play.append(h("p", { class: "empty" }, "Too many moves to draw: choose fewer ranks."));
-}
 
 /** What every slot (rank, chunk) holds before each step: the set of ranks whose data is in it. */
 function states(program) {
@@ -91,7 +86,7 @@ function circle(element, program, step) {
   for (let r = 0; r < n + program.switches.length; r++) {
     const [x, y] = at(r);
     c.plot.append(svg("circle", { cx: x, cy: y, r: 14, fill: r < n ? "surface" : "grid", stroke: "compute", "stroke-width": 2 }));
-    label(c, r < n ? r : "sw", x, y, { anchor: "middle", middle: true, size: 12, weight: 600 });
+    centred(c, r < n ? r : "sw", x, y, { size: 12, weight: 600 });
   }
 }
 
@@ -121,7 +116,7 @@ function slots(element, program, frame, chunks, width, valueOf) {
       const node = svg("rect", { x: k * side + 0.5, y: r * high + 1, width: Math.max(1, side - 1.5), height: high - 2, rx: side > 8 ? 2 : 0, fill: held ? `color-mix(in oklab, var(--compute) ${Math.round((100 * held.size) / n)}%, var(--pp))` : "grid", stroke: fresh ? "focus" : "none", "stroke-width": 2 });
       if (held && side > 10) formula(node, `rank ${r}, chunk ${k}: data of ${held.size === n ? `all ${n} ranks` : `rank ${[...held].sort((a, b) => a - b).join(" + ")}`}`, { focus: false });
       c.plot.append(node);
-      if (held && side >= 20 && high >= 16) label(c, valueOf ? valueOf(held, k) : held.size === 1 ? [...held][0] : `Σ${held.size}`, k * side + side / 2, r * high + high / 2, { anchor: "middle", middle: true, size: 9.5, colour: held.size > n * 0.6 ? "heat-ink-high" : "black" }).style.pointerEvents = "none";
+      if (held && side >= 20 && high >= 16) centred(c, valueOf ? valueOf(held, k) : held.size === 1 ? [...held][0] : `Σ${held.size}`, (k + 0.5) * side, (r + 0.5) * high, { size: 9.5, colour: held.size > n * 0.6 ? "heat-ink-high" : "black" });
     }
   }
 }
@@ -133,7 +128,7 @@ export function sizes(element, data) {
   if (data.size_bytes >= least && data.size_bytes <= most) series.push({ name: "the chosen call, as priced", colour: "focus", shape: "diamond", radius: 6, only: true, points: [{ x: data.size_bytes, y: data.time_s, formula: data.formulas.time_s }] });
   curves(element, { label: `Times by size; ${data.formulas.crossovers}`, height: 320, left: 66, series, marks: d.crossovers.map((cross) => ({ at: cross.size_bytes, words: cross.after, colour: "quiet" })),
     x: { log: 10, from: least, to: most, label: "bytes of the full buffer", format: (v) => format.bytes(v), ticks: 6 }, y: { log: 10, label: "simulated time", format: (v) => format.seconds(v), ticks: 6 } });
-  element.append(table([{ title: "algorithm", key: "name" }, { title: "time without shared links; n: full buffer", key: "formula" }], data.algorithms.filter((a) => a.runs), { caption: "Formulas of the algorithms" }));
+  element.append(table([["algorithm", "name"], ["time without shared links; n: full buffer", "formula"]], data.algorithms.filter((a) => a.runs), { caption: "Formulas of the algorithms" }));
 }
 
 const PLACES = { broadcast: [0, 0], reduce: [0, 1], scatter: [0, 2], gather: [0, 3], "all-gather": [1, 0.5], "reduce-scatter": [1, 2], "all-reduce": [2, 1.2], "all-to-all": [2, 2.4], "point-to-point": [1, 3], barrier: [2, 3.3] };
@@ -141,7 +136,6 @@ const PLACES = { broadcast: [0, 0], reduce: [0, 1], scatter: [0, 2], gather: [0,
 /** The operations, with what they are composed of and their duals. */
 export function family(element, data, context) {
   const c = figure(element, { height: 250, left: 4, right: 4, top: 4, bottom: 4, label: data.family.map((f) => `${f.whole} = ${f.parts.join(" + ")}`).join("; ") });
-  c.root.setAttribute("role", "group");
   const w = Math.min(132, c.width / 3 - 12), at = (name) => [PLACES[name][0] * ((c.width - w) / 2), PLACES[name][1] * 62 + 2];
   const edge = (a, b, attributes) => { const [x1, y1] = at(a), [x2, y2] = at(b); c.plot.append(svg("path", { d: PLACES[a][0] === PLACES[b][0] ? `M${x1 + w / 2},${y1 + 15}L${x2 + w / 2},${y2 + 15}` : `M${x1 + w},${y1 + 15}C${(x1 + w + x2) / 2},${y1 + 15} ${(x1 + w + x2) / 2},${y2 + 15} ${x2},${y2 + 15}`, fill: "none", "stroke-width": 1.8, ...attributes })); };
   for (const f of data.family) for (const part of f.parts) edge(part, f.whole, { stroke: "compute" });
@@ -150,6 +144,6 @@ export function family(element, data, context) {
     const [x, y] = at(o.name), chosen = o.name === data.operation;
     const choose = context.live ? () => context.setOptions({ operation: o.name, algorithm: "" }) : null;
     rect(c, x, y, w, 30, { fill: chosen ? "accent" : "raised", stroke: "line", round: 6, focus: false, name: `Explore ${o.name}`, onclick: choose, formula: `${o.name}: ${o.about}\nused for ${o.used}${o.dual ? `; dual: ${o.dual}` : ""}` });
-    label(c, o.name, x + w / 2, y + 15, { anchor: "middle", middle: true, size: w < 110 ? 10.5 : 12, colour: chosen ? "accent-ink" : "ink" }).style.pointerEvents = "none";
+    centred(c, o.name, x + w / 2, y + 15, { size: w < 110 ? 10.5 : 12, colour: chosen ? "accent-ink" : "ink" });
   }
 }

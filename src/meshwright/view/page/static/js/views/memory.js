@@ -2,31 +2,27 @@
 
 import { bars, inSeconds } from "meshwright/bars.js";
 import { curves } from "meshwright/curves.js";
-import { choice, format, h, label, legend, panel, stat } from "meshwright/draw.js";
+import { choice, controls, format, label, legend, panel, sentence, stat, stats } from "meshwright/draw.js";
 import * as part from "meshwright/parts.js";
 
 export const view = {
   title: "Memory per GPU",
   sentence: "The peak of the fullest stage, and how activations come and go within a step. Early stages hold those of more micro-batches.",
   draw(element, data, context) {
-    element.append(h("div", { class: "stats" }, ...stats(data)));
-    const time = panel("Over time within the step", `Stage ${data.timeline.stage} keeps up to ${format.number(data.timeline.in_flight)} micro-batches between their forward and their backward.`);
-    if (data.stages.length > 1) time.append(h("div", { class: "controls" }, choice("Stage", data.stages.map((s) => [s.stage, `stage ${s.stage}`]), data.timeline.stage, (stage) => context.setOptions({ stage }))));
-    element.append(time);
+    const { formulas, timeline, checkpoint: save, limit_gib: limit } = data, host = format.gib(save.save_host);
+    const held = `${format.number(timeline.in_flight)} micro-batches`, tooLarge = save.save_device > limit || save.save_host > save.host_limit;
+    const time = panel("Over time within the step", `Stage ${timeline.stage} keeps up to ${held} between their forward and their backward.`);
+    const choose = (stage) => context.setOptions({ stage }), stages = data.stages.map(({ stage }) => [stage, `stage ${stage}`]);
+    element.append(stats(
+      stat("Peak, fullest stage", format.gib(data.peak_gib), { detail: `of ${format.gib(limit)} usable`, tone: data.peak_gib > limit ? "bad" : "good", formula: formulas.peak }),
+      stat("Model states", format.gib(data.states_gib), { detail: "parameters, gradients, optimizer", formula: formulas.states }),
+      stat("Activations", format.gib(data.activations_gib), { detail: `${format.number(data.in_flight)} micro-batches in flight`, formula: formulas.activations }),
+      stat("At a save", format.gib(save.save_device), { tone: tooLarge ? "bad" : "", formula: save.text,
+        detail: save.save_host ? `and ${host} of ${format.gib(save.host_limit)} of a host` : "on a device; shards are written one tensor at a time" })), time);
+    if (stages.length > 1) time.append(controls(choice("Stage", stages, timeline.stage, choose)));
     overTime(time, data);
   },
 };
-
-function stats(data) {
-  const room = data.limit_gib - data.peak_gib;
-  return [
-    stat("Peak, fullest stage", format.gib(data.peak_gib), { detail: `of ${format.gib(data.limit_gib)} usable`, tone: room < 0 ? "bad" : "good", formula: data.formulas.peak }),
-    stat(room < 0 ? "Over the limit" : "Free", format.gib(Math.abs(room)), { detail: format.percent(Math.abs(room) / data.limit_gib), tone: room < 0 ? "bad" : "" }),
-    stat("Model states", format.gib(data.states_gib), { detail: "parameters, gradients, optimizer", formula: data.formulas.states }),
-    stat("Activations", format.gib(data.activations_gib), { detail: `${format.number(data.in_flight)} micro-batches in flight`, formula: data.formulas.activations }),
-    stat("At a save", format.gib(data.checkpoint.save_device), { detail: data.checkpoint.save_host ? `and ${format.gib(data.checkpoint.save_host)} of ${format.gib(data.checkpoint.host_limit)} of a host` : "on a device; shards are written one tensor at a time", tone: data.checkpoint.save_device > data.limit_gib || data.checkpoint.save_host > data.checkpoint.host_limit ? "bad" : "", formula: data.checkpoint.text }),
-  ];
-}
 
 /** The stacked bars of the stages. Shared with the overview. */
 export function stages(element, data, { most = 16 } = {}) {
@@ -35,7 +31,7 @@ export function stages(element, data, { most = 16 } = {}) {
   const peak = Math.max(...shown.map((stage) => stage.total_gib)), far = data.limit_gib > 4 * peak; // a small model: the limit would hide its bars
   bars(element, rows, { left: 62, right: 64, top: 18, tall: Math.min(26, 220 / Math.sqrt(rows.length)), weight: 600, x: { label: "GiB per GPU", most: far ? peak * 1.25 : Math.max(data.limit_gib, peak) * 1.02 }, limit: { at: data.limit_gib, words: `limit ${gib(data.limit_gib)}${far ? " →" : ""}` },
     label: `Memory per GPU by stage: ${rows.map((r) => `${r.label} ${r.text}`).join(", ")}; the limit is ${gib(data.limit_gib)}` });
-  if (shown.length < data.stages.length) element.append(h("p", { class: "sentence" }, `The first and last ${most / 2} of ${data.stages.length} stages.`));
+  if (shown.length < data.stages.length) element.append(sentence(`The first and last ${most / 2} of ${data.stages.length} stages.`));
   element.append(legend(data.parts.map((name) => ({ label: name, ...part.memory(name) }))));
 }
 

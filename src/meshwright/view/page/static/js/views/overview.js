@@ -1,6 +1,6 @@
 // The workspace Plan: where the step's time goes, memory by stage and what to change first. Details open below it.
 
-import { format, h, panel } from "meshwright/draw.js";
+import { button, format, h, panel, terms } from "meshwright/draw.js";
 import { stages } from "meshwright/views/memory.js";
 import { steps } from "meshwright/views/waterfall.js";
 
@@ -22,7 +22,7 @@ export const views = [
 /** The changes that save most, then the findings of lint, each with a button that applies it. */
 function changes(element, advice, context) {
   const list = h("ul", { class: "advice" });
-  const apply = (set) => (Object.keys(set).length ? h("button", { type: "button", class: "small", onclick: () => context.update(set) }, "Apply") : null);
+  const apply = (set) => (Object.keys(set).length ? button("Apply", () => context.update(set), { class: "small" }) : null);
   const share = (seconds) => `${format.seconds(Math.abs(seconds))} (${format.percent(Math.abs(seconds) / advice.step_time_s)})`;
   const item = (head, words, button) => list.append(h("li", null, h("span", null, h("b", null, head), words), button));
   for (const c of advice.first) {
@@ -45,5 +45,5 @@ function about({ subject, targets, training: t, ...verdict }) {
     constants: verdict.calibrated,
     assumed: verdict.assumed.join("; "),
   };
-  return h("details", { class: "about" }, h("summary", null, "What the numbers are of"), h("dl", { class: "reasons" }, Object.entries(rows).filter(([, words]) => words).map(([name, words]) => [h("dt", null, name), h("dd", null, words)])));
+  return h("details", { class: "about" }, h("summary", null, "What the numbers are of"), terms(Object.entries(rows)));
 }

@@ -16,8 +16,8 @@ export const view = {
     box.append(legend([...names.map((n) => ({ label: n, ...style[n] })), { label: "this plan", colour: "focus" }]));
     const front = data.points.filter((p) => p.front).sort((a, b) => a.step_time_s - b.step_time_s);
     if (front.length) box.append(table([
-      { title: "step", key: "step_time_s", unit: "s" }, { title: "memory", key: "memory_bytes", text: (v) => format.gib(v / GIB), align: "right" },
-      { title: "strategy", key: "strategy" }, { title: "plan", key: "title" },
+      ["step", "step_time_s", "s"], ["memory", "memory_bytes", (v) => format.gib(v / GIB)],
+      "strategy", ["plan", "title"],
     ], front, { caption: "The front, fastest first", onrow: context.live ? (p) => context.set("plan", p.plan) : null, rowLabel: (p) => `Use ${p.title}` }));
   },
 };
@@ -27,7 +27,7 @@ function chart(element, data, context, style) {
   const quick = Math.min(...all.map((p) => p.step_time_s)), slow = Math.min(Math.max(...all.map((p) => p.step_time_s)), Math.max(2.2 * quick, Math.min(4 * quick, mine.step_time_s * 1.05)));
   const shown = data.points.filter((p) => gib(p) < 1.4 * limit), above = shown.filter((p) => p.step_time_s > slow).length, front = [...data.front].sort((a, b) => gib(a) - gib(b));
   const most = Math.max(limit * 1.08, ...shown.map(gib), Math.min(gib(mine) * 1.03, 1.6 * limit)), top = slow * 1.03;
-  const dot = (p, more) => ({ x: gib(p), y: Math.min(p.step_time_s, top), formula: p.formula, ...more });
+  const dot = (p, more) => ({ x: gib(p), y: p.step_time_s, formula: p.formula, ...more });
   const c = curves(element, { label: `${data.points.length} plans; ${data.note}`, height: 370, x: { from: 0, to: most, label: "memory of the fullest GPU, GiB" }, y: { from: quick * 0.94, to: top, ...inSeconds("step time", slow) },
     marks: [{ at: limit, words: `GPU memory ${format.gib(limit)}`, colour: "bad" }],
     series: [
@@ -35,6 +35,5 @@ function chart(element, data, context, style) {
       { only: true, points: shown.map((p) => dot(p, { ...style[p.strategy], radius: p.best ? 8 : 5.5, label: "", formula: `${p.formula}${p.best ? "\nthe planner’s choice" : ""}`, onclick: context.live ? () => context.set("plan", p.plan) : null })) },
       { only: true, points: mine.step_time_s <= slow * 1.02 && gib(mine) <= most ? [dot(mine, { colour: "focus", shape: "diamond", radius: 7, label: "this plan" })] : [] },
     ] });
-  c.root.setAttribute("role", "group"); // its points are buttons
   if (above) label(c, `${above} slower ${above === 1 ? "plan" : "plans"} at the upper edge`, 4, -4, { size: 11, colour: "quiet" });
 }

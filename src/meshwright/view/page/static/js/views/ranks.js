@@ -1,6 +1,6 @@
 // The grid of ranks: a block per pipeline stage and data-parallel replica, nodes outlined; the groups of the chosen rank are lit.
 
-import { figure, format, formula, h, label, legend, panel, svg, table } from "meshwright/draw.js";
+import { centred, figure, format, formula, legend, panel, svg, table } from "meshwright/draw.js";
 
 const COLOURS = { tp: "tp", cp: "cp", pp: "pp", dp: "dp", ep: "ep" };
 
@@ -20,8 +20,8 @@ export const view = {
 
 /** The groups of the chosen rank, one row per axis. */
 const groups = (data, rank) => table([
-  { title: "axis", key: "axis" }, { title: "ranks per group", key: "size", align: "right" }, { title: "groups", key: "groups", unit: "whole" },
-  { title: "links", key: "level" }, { title: `group of rank ${rank}`, value: (a) => members(a, rank).slice(0, 16).join(", ") + (members(a, rank).length > 16 ? ", …" : ""), formula: (a) => a.formula },
+  "axis", ["ranks per group", "size", "plain"], ["groups", "groups", "whole"],
+  ["links", "level"], [`group of rank ${rank}`, (a) => members(a, rank).slice(0, 16).join(", ") + (members(a, rank).length > 16 ? ", …" : ""), null, (a) => a.formula],
 ], data.axes, { caption: `World = ${Object.entries(data.sizes).map(([a, n]) => `${a} ${n}`).join(" × ")} = ${format.whole(data.world)} ranks, the first axis fastest` });
 
 /** Axes that each rank shares with the chosen one. */
@@ -49,7 +49,7 @@ function grid(element, data, rank, context) {
     if (r === rank) c.plot.append(svg("rect", { x, y, width: size, height: size, rx: 2, fill: "ink" }));
     else if (!mine.length) base.append(svg("rect", { x, y, width: size, height: size, rx: 2 }));
     else mine.forEach((axis, k) => c.plot.append(svg("rect", { x: x + (k * size) / mine.length, y, width: size / mine.length, height: size, rx: 1, fill: COLOURS[axis] })));
-    if (side >= 17 && data.drawn <= 512) label(c, r, x + size / 2, y + size / 2, { anchor: "middle", middle: true, size: 8, colour: r === rank ? "surface" : mine.length ? "black" : "quiet" }).style.pointerEvents = "none";
+    if (side >= 17 && data.drawn <= 512) centred(c, r, x + size / 2, y + size / 2, { size: 8, colour: r === rank ? "surface" : mine.length ? "black" : "quiet" });
   }
   // One target for all ranks: pointer and arrow keys move the chosen rank.
   const target = svg("rect", { x: 0, y: 0, width: c.width, height: c.height, fill: "transparent", tabindex: "0", role: "slider", "aria-label": "Chosen rank; arrow keys change it", "aria-valuemin": "0", "aria-valuemax": String(data.drawn - 1), "aria-valuenow": String(rank) });

@@ -2,7 +2,7 @@
 
 import { bars } from "meshwright/bars.js";
 import { curves } from "meshwright/curves.js";
-import { format, h, label, panel, svg, table } from "meshwright/draw.js";
+import { empty, format, label, panel, rule, sentence, svg, table } from "meshwright/draw.js";
 
 const LEVELS = ["compute", "tp", "optimizer", "ep", "cp"], DASHES = [null, null, "7 5", "2 4", "9 3 2 3"], SHAPES = { tp: "square", cp: "triangle", ep: "diamond", pp: "cross", dp: "circle" };
 
@@ -13,7 +13,7 @@ export const view = {
     const box = element.appendChild(panel("Collectives against the level that they cross", data.note));
     chart(box, data);
     const used = [...new Set(data.points.map((p) => p.axis))];
-    if (used.length) box.append(h("p", { class: "sentence" }, `Shapes: ${used.map((a) => `${a} ${{ square: "■", triangle: "▲", diamond: "◆", cross: "✕", circle: "●" }[SHAPES[a]]}`).join(", ")}${data.measured.length ? "; hollow: measured" : ""}. ${data.measured.length ? "" : `No bench points: the links are those of the catalog (${data.calibrated || "uncalibrated"}).`}`));
+    if (used.length) box.append(sentence(`Shapes: ${used.map((a) => `${a} ${{ square: "■", triangle: "▲", diamond: "◆", cross: "✕", circle: "●" }[SHAPES[a]]}`).join(", ")}${data.measured.length ? "; hollow: measured" : ""}. ${data.measured.length ? "" : `No bench points: the links are those of the catalog (${data.calibrated || "uncalibrated"}).`}`));
     if (data.points.length) box.append(list(data));
     const step = element.appendChild(panel("The whole step", `${data.step.regime}: ${data.step.level} links allow the least. Advice: ${data.step.advice.join("; ") || "none"}.`));
     ceilings(step, data.step.ceilings);
@@ -23,7 +23,7 @@ export const view = {
 function chart(element, { levels, points: all, measured }) {
   const points = all.filter((p) => p.sent_bytes > 0), sizes = [...points, ...measured].map((p) => p.sent_bytes), most = Math.max(...levels.map((l) => l.bandwidth));
   const low = Math.max(1e6, Math.min(...[...points, ...measured].map((p) => p.rate), ...levels.map((l) => l.bandwidth / 300)) / 2);
-  const from = Math.min(1e3, ...sizes.filter((s) => s > 100)), to = Math.max(1e9, ...sizes) * 1.6, dot = (p, more) => ({ x: Math.max(p.sent_bytes, from), y: Math.max(p.rate, low), formula: p.formula, ...more });
+  const from = Math.min(1e3, ...sizes.filter((s) => s > 100)), to = Math.max(1e9, ...sizes) * 1.6, dot = (p, more) => ({ x: p.sent_bytes, y: p.rate, formula: p.formula, ...more });
   const c = curves(element, {
     label: `Roofline: ${levels.map((l) => `${l.name} ${format.rate(l.bandwidth)}`).join(", ")}; ${points.length} collectives`, height: 380, left: 74, right: 18, top: 18, inset: 0, least: 1,
     x: { log: 10, from, to, label: "bytes that one device sends through the level in one call", format: (v) => format.bytes(v), ticks: element.clientWidth < 512 ? 3 : 7 },
@@ -37,7 +37,7 @@ function chart(element, { levels, points: all, measured }) {
   levels.forEach(({ bandwidth, crossover_bytes: bytes }, k) => { // below its s*, latency takes longer than the transfer
     const colour = LEVELS[k % 5], star = Math.max(0, Math.min(c.width, c.x(bytes))), middle = c.y(bandwidth / 2);
     c.plot.prepend(svg("rect", { x: 0, y: c.y(bandwidth), width: star, height: c.height - c.y(bandwidth), fill: colour, opacity: 0.05 }));
-    c.plot.append(svg("line", { x1: star, x2: star, y1: middle - 7, y2: middle + 7, stroke: colour, "stroke-width": 2 }));
+    rule(c, star, middle - 7, star, middle + 7, { stroke: colour });
     label(c, `s* ${format.bytes(bytes)}`, star + 5, middle + 12, { size: 10, colour, halo: true });
   });
   label(c, "latency-bound", 8, c.height - 8, { size: 11, colour: "quiet" });
@@ -47,17 +47,17 @@ function chart(element, { levels, points: all, measured }) {
 function list(data) {
   const rows = data.points.slice(0, 12);
   return table([
-    { title: "collective", value: (p) => `${p.name} (${p.axis})` }, { title: "operation", value: (p) => `${p.operation}, ${p.algorithm}` },
-    { title: "ranks", key: "ranks", align: "right" }, { title: "buffer", key: "buffer_bytes", unit: "bytes" },
-    { title: "level", value: (p) => data.levels[p.level].name },
-    { title: "of ceiling", key: "share", text: (v) => format.percent(v, 0), align: "right", formula: (p) => p.formula }, { title: "bound by", key: "bound" },
-    { title: "per step", key: "step_seconds", unit: "s", formula: (p) => p.formula },
+    ["collective", (p) => `${p.name} (${p.axis})`], ["operation", (p) => `${p.operation}, ${p.algorithm}`],
+    ["ranks", "ranks", "plain"], ["buffer", "buffer_bytes", "bytes"],
+    ["level", (p) => data.levels[p.level].name],
+    ["of ceiling", "share", (v) => format.percent(v, 0), (p) => p.formula], ["bound by", "bound"],
+    ["per step", "step_seconds", "s", (p) => p.formula],
   ], rows, { caption: data.points.length > rows.length ? `The ${rows.length} collectives that take longest, of ${data.points.length}` : "All collectives of the step" });
 }
 
 function ceilings(element, rows) {
   const used = rows.filter((c) => c.bytes > 0);
-  if (!used.length) return element.append(h("p", { class: "empty" }, "Nothing is sent."));
+  if (!used.length) return element.append(empty("Nothing is sent."));
   const shown = used.map((r) => ({ label: r.level, text: `${format.percent(r.efficiency, 0)} · ${format.seconds(r.seconds)}`, parts: [{ value: r.efficiency, colour: LEVELS[rows.indexOf(r) % 5], formula: r.formula }] }));
   bars(element, shown, { left: 74, right: 120, tall: 34, x: { most: 1, label: "share of the peak FLOP/s that the bandwidth of the level allows", format: (v) => format.percent(v, 0) } });
 }

@@ -1,7 +1,7 @@
 // Runs: the folders that `meshwright train` writes. A list beside curves that grow while a run trains, predicted against measured by part, a measured
 // step above the simulated one, faults and checkpoints. Several runs are drawn in the same figures, each in its own colour.
 
-import { choice, clear, format, h, keepFocus, panel, slider, stat, table, toggle } from "meshwright/draw.js";
+import { button, choice, clear, controls, empty, format, h, keepFocus, panel, sentence, slider, stat, stats, table, terms, toggle } from "meshwright/draw.js";
 import { refusal } from "meshwright/notice.js";
 import { AXES, column, curves, history, parts, steps } from "meshwright/run-charts.js";
 import { known, release, subscribe, watch } from "meshwright/runs.js";
@@ -66,7 +66,7 @@ function runsView(name, title, tab, draw) {
 
 export const views = [
   runsView("runs", "Training runs", "Curves", (body, runs) => {
-    body.append(h("div", { class: "controls" },
+    body.append(controls(
       choice("Across", Object.entries(AXES), options().x ?? "step", (x) => set({ x })),
       toggle("Logarithmic loss and norm", Boolean(options().log), (log) => set({ log })),
       slider("Smoothing", { values: SMOOTH, value: options().smooth ?? 0, text: (n) => (n ? `${n} steps` : "none"), oninput: (smooth) => set({ smooth }) })));
@@ -80,9 +80,8 @@ export const views = [
     const measured = runs.filter(({ run }) => run.parts.communication?.exposed_s && run.parts.communication.predicted_exposed_s);
     if (measured.length) parts(body, measured);
     if (difference) body.append(panel(`Every quantity of ${first.name}`, "What both the prediction and the run have.", table([
-      { title: "quantity", key: "what" }, { title: "predicted", key: "predicted", text: (v, row) => quantity(v, row.unit), align: "right" },
-      { title: "measured", key: "measured", text: (v, row) => quantity(v, row.unit), align: "right" },
-      { title: "error", key: "error", text: (v, row) => (row.measured ? format.change(row.predicted / row.measured - 1) : "–"), align: "right" },
+      ["quantity", "what"], ...["predicted", "measured"].map((side) => [side, (row) => quantity(row[side], row.unit), "plain"]),
+      ["error", (row) => (row.measured ? format.change(row.predicted / row.measured - 1) : "–"), "plain"],
     ], difference, { name: "Prediction and measurement" })));
     if (!measured.length && !difference) body.append(later(first, "The parts of a step are measured at the end of a run."));
   }),
@@ -98,23 +97,26 @@ export const views = [
   }),
 ];
 
-const later = (run, words) => h("p", { class: "empty" }, run.state === "running" ? `${words} This one still trains.` : `${words} This one has none.`);
+const later = (run, words) => empty(run.state === "running" ? `${words} This one still trains.` : `${words} This one has none.`);
 
 function content(body, draw) {
   clear(body);
   if (known.lost) body.append(h("p", { class: "notice", role: "status" }, known.list ? "The server does not answer. What is below is from before; the page goes on as soon as the server is back." : "The server does not answer yet."));
-  if (!known.list) return void (known.lost || body.append(h("p", { class: "empty" }, "Reading …")));
+  if (!known.list) return void (known.lost || body.append(empty("Reading …")));
   if (known.list.error) return void body.append(refusal(known.list.error));
   if (!known.list.runs.length) return void body.append(none());
   const all = shown().map((name) => known.runs.get(name)).filter(Boolean);
   for (const run of all.filter((run) => run.error)) body.append(refusal(run.error));
   const runs = all.filter((run) => !run.error).map((run) => ({ run, colour: colourOf(run.name), comparable: run.about?.device !== "cpu" || !run.accelerator || run.accelerator === "cpu" }));
-  if (!runs.length) return void (all.length || body.append(h("p", { class: "empty" }, "Reading …")));
+  if (!runs.length) return void (all.length || body.append(empty("Reading …")));
   head(body, runs[0]);
   draw(body, runs);
 }
 
-const none = () => panel("No run yet", "Train one in a terminal; it appears here with its first step.", h("pre", { class: "command" }, `meshwright train examples/demo-dp2-tp2.toml --out ${known.list.folder || "runs"}/demo`), known.list.folder ? null : h("p", null, "This server was started without a folder of runs. Start it with one:"), known.list.folder ? null : h("pre", { class: "command" }, "meshwright web --runs runs"));
+const none = () => panel("No run yet", "Train one in a terminal; it appears here with its first step.",
+  command(`meshwright train examples/demo-dp2-tp2.toml --out ${known.list.folder || "runs"}/demo`), known.list.folder ? null
+    : [h("p", null, "This server was started without a folder of runs. Start it with one:"), command("meshwright web --runs runs")]);
+const command = (words) => h("pre", { class: "command" }, words);
 
 /** The list: a click shows one run, a checkbox draws another in the same figures. */
 function fill(list) {
@@ -126,26 +128,32 @@ function fill(list) {
   show();
 }
 
+const swatch = (colour) => h("span", { class: "swatch", style: { background: `var(--${colour})` } });
+const stateOf = ({ state }) => h("span", { class: `state tone-${TONES[state] ?? "ink"}` }, state);
+const planOf = ({ model, title }) => [model, title].filter(Boolean).join(" · ");
+
 function item(row, drawn) {
-  const on = drawn.includes(row.name), expected = row.predicted_step_time_s && row.step_time_s && row.comparable ? ` · predicted ${format.change(row.predicted_step_time_s / row.step_time_s - 1)}` : "";
+  const on = drawn.includes(row.name), others = drawn.filter((name) => name !== row.name), expected = row.predicted_step_time_s && row.step_time_s && row.comparable ? ` · predicted ${format.change(row.predicted_step_time_s / row.step_time_s - 1)}` : "";
   return h("li", { class: on ? "chosen" : null },
-    h("input", { type: "checkbox", checked: on, disabled: (on && drawn.length === 1) || (!on && drawn.length >= MOST), style: { "accent-color": on ? `var(--${colourOf(row.name)})` : "var(--quiet)" }, "aria-label": `Draw ${row.name}`, onchange: () => set({ shown: on ? drawn.filter((name) => name !== row.name) : [...drawn, row.name] }) }),
-    h("button", { type: "button", class: "link", "aria-current": drawn[0] === row.name ? "true" : null, onclick: () => set({ shown: [row.name, ...(on ? drawn.filter((name) => name !== row.name) : [])] }) }, row.name),
-    h("span", { class: `state tone-${TONES[row.state] ?? "ink"}` }, row.state),
+    h("input", { type: "checkbox", checked: on, disabled: (on && drawn.length === 1) || (!on && drawn.length >= MOST), style: { "accent-color": on ? `var(--${colourOf(row.name)})` : "var(--quiet)" }, "aria-label": `Draw ${row.name}`, onchange: () => set({ shown: on ? others : [...drawn, row.name] }) }),
+    button(row.name, () => set({ shown: [row.name, ...(on ? others : [])] }), { class: "link", "aria-current": drawn[0] === row.name ? "true" : null }),
+    stateOf(row),
     h("small", null, [row.loss === null || row.loss === undefined ? "" : `loss ${format.number(row.loss, 4)}`, row.step_time_s ? `${format.seconds(row.step_time_s)} a step${expected}` : ""].filter(Boolean).join(" · ")),
-    h("small", null, [row.model, row.title].filter(Boolean).join(" · ")));
+    h("small", null, planOf(row)));
 }
+
+const entryOf = (run) => known.list.runs.find((r) => r.name === run.name) ?? {};
 
 /** Name, progress and the main numbers of one run. */
 function head(body, { run, colour, comparable }) {
-  const { prediction, measurement } = run.parts, entry = known.list.runs.find((r) => r.name === run.name) ?? {}, planned = run.about?.steps;
+  const { prediction, measurement } = run.parts, entry = entryOf(run), planned = run.about?.steps;
   const loss = column(run, "loss"), seconds = column(run, "seconds"), last = seconds.at(-1), memory = column(run, "memory_gib").at(-1);
   const error = prediction && entry.step_time_s && comparable ? `${format.change(prediction.step_time_s / entry.step_time_s - 1)} against the run` : "";
   body.append(h("header", { class: "run-head" },
-    h("h2", null, h("span", { class: "swatch", style: { background: `var(--${colour})` } }), run.name, " ", h("span", { class: `state tone-${TONES[run.state] ?? "ink"}` }, run.state)),
-    h("p", { class: "sentence" }, [run.model, run.title].filter(Boolean).join(" · ")),
+    h("h2", null, swatch(colour), run.name, " ", stateOf(run)),
+    sentence(planOf(run)),
     planned ? h("p", { class: "progress" }, h("progress", { max: planned, value: Math.min(run.steps, planned), "aria-label": "Steps" }), ` step ${format.whole(run.steps)} of ${format.whole(planned)}${left(run)}`) : null));
-  body.append(h("div", { class: "stats" },
+  body.append(stats(
     stat("Loss", loss.length ? format.number(loss.at(-1).y, 4) : "–", { detail: loss.length ? `from ${format.number(loss[0].y, 4)}` : "" }),
     measurement ? stat("Measured step", format.seconds(measurement.step_time_s), { detail: `${format.seconds(measurement.step_time_low_s)} to ${format.seconds(measurement.step_time_high_s)}` }) : stat("Last step", last ? format.seconds(last.y) : "–", { detail: entry.step_time_s ? `median ${format.seconds(entry.step_time_s)}` : "" }),
     prediction ? stat("Predicted step", format.seconds(prediction.step_time_s), { detail: error || (Number.isFinite(prediction.step_time_low_s) ? `${format.seconds(prediction.step_time_low_s)} to ${format.seconds(prediction.step_time_high_s)}` : "") }) : null,
@@ -172,15 +180,12 @@ function checkpoint(run) {
 
 /** The chosen runs side by side. */
 function comparison(runs) {
-  const rows = runs.map(({ run, colour }) => ({ ...(known.list.runs.find((r) => r.name === run.name) ?? {}), colour }));
+  const rows = runs.map(({ run, colour }) => ({ ...entryOf(run), colour })), loss = (v) => format.number(v, 4);
   return panel("", "", table([
-    { title: "run", value: (row) => row, text: (row) => h("span", { class: "nowrap" }, h("span", { class: "swatch", style: { background: `var(--${row.colour})` } }), row.name) },
-    { title: "state", key: "state" }, { title: "steps", key: "steps", unit: "whole" }, { title: "loss", key: "loss", text: (v) => format.number(v, 4), align: "right" },
-    { title: "validation", key: "validation_loss", text: (v) => format.number(v, 4), align: "right" }, { title: "step", key: "step_time_s", unit: "s" },
-    { title: "predicted", key: "predicted_step_time_s", unit: "s" },
-    { title: "per second", value: (row) => row, text: (row) => (row.tokens_per_s ? `${format.count(row.tokens_per_s)} ${row.unit}` : "–"), align: "right" },
-    { title: "MFU", key: "mfu", unit: "share" }, { title: "memory", key: "memory_gib", text: (v) => (v ? format.gib(v) : "–"), align: "right" },
-    { title: "model and plan", value: (row) => [row.model, row.title].filter(Boolean).join(" · ") },
+    ["run", (row) => h("span", { class: "nowrap" }, swatch(row.colour), row.name)], "state", ["steps", "steps", "whole"], ["loss", "loss", loss],
+    ["validation", "validation_loss", loss], ["step", "step_time_s", "s"], ["predicted", "predicted_step_time_s", "s"],
+    ["per second", (row) => (row.tokens_per_s ? `${format.count(row.tokens_per_s)} ${row.unit}` : "–"), "plain"],
+    ["MFU", "mfu", "share"], ["memory", "memory_gib", (v) => (v ? format.gib(v) : "–")], ["model and plan", planOf],
   ], rows, { caption: "Runs side by side" }));
 }
 
@@ -199,21 +204,22 @@ function events(body, run, several) {
   const of = several ? ` of ${run.name}` : "", attempts = run.about?.attempts ?? [], isCheckpoint = (event) => event.kind?.startsWith("checkpoint");
   const saves = run.events.filter((event) => isCheckpoint(event) && event.kind !== "checkpoint-begun").slice(-50).reverse(), others = run.events.filter((event) => !isCheckpoint(event) && event.kind !== "evaluation").slice(-50).reverse();
   if (attempts.length > 1 || attempts[0]?.cause) body.append(panel(`Attempts${of}`, "A run that lost a rank begins again at its last good checkpoint.", table([
-    { title: "attempt", value: (row) => attempts.indexOf(row) + 1 }, { title: "began", key: "start", text: clock }, { title: "ranks", key: "world", align: "right" },
-    { title: "plan", key: "plan" }, { title: "first step", key: "resumed_from", text: (v) => format.whole(v ?? 0), align: "right" },
-    { title: "ended", key: "ended", text: (v) => (v ? clock(v) : "–") }, { title: "cause", key: "cause", text: (v) => v ?? "" },
+    ["attempt", (row) => attempts.indexOf(row) + 1], ["began", (row) => clock(row.start)], ["ranks", "world", "plain"], "plan",
+    ["first step", "resumed_from", (v) => format.whole(v ?? 0)], ["ended", (row) => (row.ended ? clock(row.ended) : "–")], ["cause", (row) => row.cause ?? ""],
   ], attempts, { name: `Attempts${of}` })));
-  const what = [{ title: "time", key: "time", text: clock }, { title: "step", key: "step", unit: "whole" }, { title: "event", key: "text" }];
-  if (others.length) body.append(panel(`Events${of}`, "The newest first.", table(what, others, { name: `Events${of}` })));
-  if (saves.length) body.append(panel(`Checkpoints${of}`, "The newest first. Time from the beginning of a save to its end; training goes on meanwhile.", table([...what.slice(0, 2), { title: "took", key: "seconds", text: (v) => (v ? format.seconds(v) : "–"), align: "right" }, what[2]], saves, { name: `Checkpoints${of}` })));
-  if (!others.length && !saves.length) body.append(h("p", { class: "empty" }, `Nothing happened${several ? ` in ${run.name}` : ""} beside training: no fault, no checkpoint.`));
+  const time = ["time", (row) => clock(row.time)], step = ["step", "step", "whole"], event = ["event", "text"], took = ["took", "seconds", (v) => (v ? format.seconds(v) : "–")];
+  if (others.length) body.append(panel(`Events${of}`, "The newest first.", table([time, step, event], others, { name: `Events${of}` })));
+  if (saves.length) body.append(panel(`Checkpoints${of}`, "The newest first. Time from the beginning of a save to its end; training goes on meanwhile.", table([time, step, took, event], saves, { name: `Checkpoints${of}` })));
+  if (!others.length && !saves.length) body.append(empty(`Nothing happened${several ? ` in ${run.name}` : ""} beside training: no fault, no checkpoint.`));
 }
 
 /** What a run depends on besides its run file. */
 function circumstances(body, run) {
   const about = run.about ?? {}, git = about.git, versions = Object.entries(about.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", ");
-  const rows = [["command", about.command ? h("code", null, about.command.join(" ")) : ""], ["hosts", (about.hosts ?? []).join(", ")], ["versions", versions], ["git", git ? `${git.commit.slice(0, 12)} on ${git.branch}${git.changed ? `, ${git.changed} changed files` : ""}` : ""], ["seed", about.seed], ["platform", about.platform]].filter(([, value]) => value !== undefined && value !== "");
-  if (rows.length) body.append(panel(`How ${run.name} was run`, null, h("dl", { class: "reasons" }, rows.flatMap(([name, value]) => [h("dt", null, name), h("dd", null, value instanceof Node ? value : String(value))]))));
+  const commit = git ? `${git.commit.slice(0, 12)} on ${git.branch}${git.changed ? `, ${git.changed} changed files` : ""}` : "";
+  const facts = { command: about.command && h("code", null, about.command.join(" ")), hosts: (about.hosts ?? []).join(", "), versions, git: commit, seed: about.seed, platform: about.platform };
+  const list = terms(Object.entries(facts));
+  if (list.children.length) body.append(panel(`How ${run.name} was run`, null, list));
 }
 
 const quantity = (value, unit) => ({ s: () => format.seconds(value), bytes: () => format.bytes(value), GiB: () => format.gib(value), "%": () => `${format.number(value)}%` })[unit]?.() ?? `${format.count(value)} ${unit}`;

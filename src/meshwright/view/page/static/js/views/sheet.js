@@ -1,7 +1,7 @@
 // Charts and tables that belong to no plan: the files of `bench --html` and `validate --html`. Python says which; see view/page/sheet.py.
 
 import { curves } from "meshwright/curves.js";
-import { axis, band, figure, format, h, log, panel, scatter, svg, table } from "meshwright/draw.js";
+import { axis, band, figure, format, h, log, panel, rule, scatter, sentence, table } from "meshwright/draw.js";
 
 const COLOURS = ["compute", "tp", "optimizer", "ep", "cp", "pp", "dp", "second"], SHAPES = ["circle", "square", "triangle", "diamond", "cross"];
 const style = (k) => ({ colour: COLOURS[k % 8], shape: SHAPES[Math.floor(k / 8) % 5] });
@@ -11,7 +11,7 @@ export const view = {
   ownTitle: true,
   draw(element, data) {
     element.append(h("h2", null, data.title));
-    for (const note of data.notes) element.append(h("p", { class: "sentence" }, note));
+    for (const note of data.notes) element.append(sentence(note));
     parts(element, data.parts);
   },
 };
@@ -44,14 +44,14 @@ function ratios(element, { title, note, ratios: rows }) {
   const x = log([0.4, 2], [0, c.width]), y = band(rows.map((r) => r.name), [0, c.height], { gap: 0.3 }), clamp = (v) => x(Math.max(0.4, Math.min(2, v)));
   axis(c, x, "bottom", { label: "predicted / measured", ticks: [0.5, 0.67, 0.8, 1, 1.25, 1.5, 2], format: (v) => `${v}×` });
   axis(c, y, "left");
-  c.plot.append(svg("line", { x1: x(1), x2: x(1), y1: 0, y2: c.height, stroke: "quiet", "stroke-width": 1.5 }));
+  rule(c, x(1), 0, x(1), c.height, { width: 1.5 });
   for (const { name, quantiles: [low, first, middle, third, high] } of rows) {
     const at = y(name) + y.width / 2;
-    for (const [a, b, width] of [[low, high, 3], [first, third, 9]]) c.plot.append(svg("line", { x1: clamp(a), x2: clamp(b), y1: at, y2: at, stroke: "compute", "stroke-width": width, opacity: 0.5 }));
+    for (const [a, b, width] of [[low, high, 3], [first, third, 9]]) rule(c, clamp(a), at, clamp(b), at, { stroke: "compute", width, opacity: 0.5 });
     scatter(c, [{ x: Math.max(0.4, Math.min(2, middle)), y: name, shape: "diamond", formula: `${name}: median ${middle.toFixed(2)}×` }], { x, y: (key) => y(key) + y.width / 2, radius: 4 });
   }
 }
 
 function grid(element, { title, columns, rows }) {
-  element.append(panel(title, "", table(columns.map((column, i) => ({ title: column.name, align: column.right ? "right" : null, value: (row) => row[i] })), rows, { name: title })));
+  element.append(panel(title, "", table(columns.map(({ name, right }, i) => [name, (row) => row[i], right && "plain"]), rows, { name: title })));
 }

@@ -1,6 +1,6 @@
 // The pipeline timeline: one lane per rank, schedules under each other at one time scale.
 
-import { contentWidth, format, h, legend, panel, stat, table } from "meshwright/draw.js";
+import { button, contentWidth, format, h, legend, panel, stat, stats, table } from "meshwright/draw.js";
 import { lanes } from "meshwright/lanes.js";
 
 const COLOURS = { F: "forward", B: "backward", I: "input-gradient", W: "weight" };
@@ -15,33 +15,33 @@ export const view = {
   draw(element, data, context) {
     const first = data.panels[0];
     time = data.unit ? (value, digits) => `${format.number(value, digits)} ${data.unit}` : format.seconds;
-    element.append(h("div", { class: "stats" },
+    element.append(stats(
       stat("Step", time(first.step_time_s), { detail: `${first.schedule}, simulated`, formula: first.formulas.step_time_s }),
       stat("Bubble", format.percent(first.bubble_fraction), { detail: "idle share of the schedule", formula: first.formulas.bubble_fraction, tone: first.bubble_fraction > 0.2 ? "warn" : "" }),
       stat("In flight, most", format.number(Math.max(...first.in_flight)), { detail: "micro-batches on one rank" }),
       stat("Micro-batches", format.whole(first.microbatches), { detail: `on ${first.ranks} ${first.ranks === 1 ? "rank" : "ranks"}` })));
-    const shown = data.panels, box = element.appendChild(panel("Schedules", data.note));
+    const shown = data.panels, box = element.appendChild(panel("Schedules", data.note)), kinds = kindsOf(shown).map((k) => ({ label: `${k} ${data.kinds[k]}`, colour: COLOURS[k] }));
     if (data.choices.length && data.pipeline && context.live) box.append(choose(data, context));
     timelines(box, data, shown);
-    box.append(legend([...kindsOf(shown).map((k) => ({ label: `${k} ${data.kinds[k]}`, colour: COLOURS[k] })), ...closingOf(shown).map((part) => ({ label: CLOSING_NAMES[part] ?? part, colour: CLOSING[part] })), { label: "bubble", colour: "grid" }]));
+    box.append(legend([...kinds, ...closingOf(shown).map((part) => ({ label: nameOf(part), colour: CLOSING[part] })), { label: "bubble", colour: "grid" }]));
     if (shown.length > 1) box.append(comparison(shown));
     if (data.stages.length > 1) element.append(stages(data));
   },
 };
 
+const nameOf = (part) => CLOSING_NAMES[part] ?? part, titleOf = ({ schedule, virtual }) => `${schedule}${virtual > 1 ? ` × ${virtual}` : ""}`;
 const kindsOf = (panels) => ["F", "B", "I", "W"].filter((k) => panels.some((p) => p.lanes.some((lane) => lane.kind.includes(k))));
 const closingOf = (panels) => Object.keys(CLOSING).filter((part) => panels.some((p) => p.closing.some((c) => c.part === part)));
 
 /** One toggle for every schedule; those that this plan cannot run are disabled with the reason. */
 function choose(data, context) {
   const shown = new Set(data.panels.slice(1).map((p) => p.schedule));
-  return h("div", { class: "controls", role: "group", "aria-label": "Schedules to compare" }, data.choices.filter((c) => c.name !== data.panels[0].schedule).map((c) => h("button", {
-    type: "button", class: "small", disabled: !c.legal, title: c.legal ? c.about : c.reason, "aria-pressed": String(shown.has(c.name)),
-    onclick: () => {
-      shown.has(c.name) ? shown.delete(c.name) : shown.add(c.name);
-      context.setOptions({ schedules: [...shown].slice(-3) });
-    },
-  }, c.name)));
+  const turn = ({ name, legal, about, reason }) => button(name, () => {
+    shown.delete(name) || shown.add(name);
+    context.setOptions({ schedules: [...shown].slice(-3) });
+  }, { class: "small", disabled: !legal, title: legal ? about : reason, "aria-pressed": String(shown.has(name)) });
+  const others = data.choices.filter((c) => c.name !== data.panels[0].schedule);
+  return h("div", { class: "controls", role: "group", "aria-label": "Schedules to compare" }, others.map(turn));
 }
 
 /** The lanes of a panel: the actions of every rank, then what follows the schedule. */
@@ -60,13 +60,14 @@ function group(one, ticks, kinds) {
     return {
       name: `rank ${rank}`, start, end,
       colour: action((i) => COLOURS[lane.kind[i]], (part) => CLOSING[part.part]),
-      text: action((i) => String(lane.microbatch[i]), (part) => CLOSING_NAMES[part.part] ?? part.part),
+      text: action((i) => String(lane.microbatch[i]), ({ part }) => nameOf(part)),
       key: action((i) => lane.microbatch[i], () => null),
       alpha: late ? action((i) => 1 - late * one.chunk_of[lane.stage[i]], () => 1) : null, // later stages of a rank are lighter
-      about: action((i) => `${lane.kind[i]} (${kinds[lane.kind[i]]}) of micro-batch ${lane.microbatch[i]}, stage ${stage(i)}\nrank ${rank}: ${time(start[i], 4)} to ${time(end[i], 4)}, ${time(end[i] - start[i])}`, (part) => `${CLOSING_NAMES[part.part] ?? part.part}\nall ranks: ${time(part.seconds)}`),
+      about: action((i) => `${lane.kind[i]} (${kinds[lane.kind[i]]}) of micro-batch ${lane.microbatch[i]}, stage ${stage(i)}\nrank ${rank}: ${time(start[i], 4)} to ${time(end[i], 4)}, ${time(end[i] - start[i])}`,
+        ({ part, seconds }) => `${nameOf(part)}\nall ranks: ${time(seconds)}`),
     };
   });
-  return { title: `${one.schedule}${one.virtual > 1 ? ` × ${one.virtual}` : ""}`, note: `${time(one.step_time_s)} · bubble ${format.percent(one.bubble_fraction)}`, lanes: ranks };
+  return { title: titleOf(one), note: `${time(one.step_time_s)} · bubble ${format.percent(one.bubble_fraction)}`, lanes: ranks };
 }
 
 /** All schedules at one time scale. A schedule of many micro-batches begins with its warm-up, where an action can be told from the next. */
@@ -80,16 +81,14 @@ function timelines(element, data, shown) {
 
 function comparison(panels) {
   return table([
-    { title: "schedule", value: (p) => `${p.schedule}${p.virtual > 1 ? ` × ${p.virtual}` : ""}` },
-    { title: "step", key: "step_time_s", text: (v) => time(v), align: "right", formula: (p) => p.formulas.step_time_s },
-    { title: "bubble", key: "bubble_fraction", unit: "share", formula: (p) => p.formulas.bubble_fraction },
-    { title: "in flight", value: (p) => Math.max(...p.in_flight), unit: "number" },
-    ...(panels.every((p) => p.memory_bytes === null) ? [] : [{ title: "memory", key: "memory_bytes", text: (v, p) => `${format.gib(v / 2 ** 30)}${p.fits ? "" : ", too much"}`, align: "right" }]),
+    ["schedule", titleOf], ["step", "step_time_s", (v) => time(v), (p) => p.formulas.step_time_s],
+    ["bubble", "bubble_fraction", "share", (p) => p.formulas.bubble_fraction], ["in flight", (p) => Math.max(...p.in_flight), "number"],
+    ...(panels.every((p) => p.memory_bytes === null) ? [] : [["memory", (p) => `${format.gib(p.memory_bytes / 2 ** 30)}${p.fits ? "" : ", too much"}`, "plain"]]),
   ], panels, { caption: "The same stages with each schedule" });
 }
 
 const stages = (data) => panel("Stages", `Activations flow forward, gradients backward: ${format.bytes(data.stages[0].message_bytes)} per micro-batch and direction at every boundary.`, table([
-  { title: "stage", key: "stage", formula: (s) => s.formula }, { title: "rank", key: "rank", align: "right" }, { title: "layers", value: (s) => [s.layers, ...s.ends].join(" + "), align: "right" },
-  { title: "parameters", key: "parameters", unit: "count" }, { title: "forward", key: "forward_s", text: (v) => time(v), align: "right" }, { title: "backward", key: "backward_s", text: (v) => time(v), align: "right" },
-  { title: "memory", key: "memory_gib", unit: "gib" }, { title: "in flight", key: "in_flight", unit: "number" },
+  ["stage", "stage", null, (s) => s.formula], ["rank", "rank", "plain"], ["layers", (s) => [s.layers, ...s.ends].join(" + "), "plain"],
+  ["parameters", "parameters", "count"], ["forward", "forward_s", (v) => time(v)], ["backward", "backward_s", (v) => time(v)],
+  ["memory", "memory_gib", "gib"], ["in flight", "in_flight", "number"],
 ], data.stages, { name: "Stages of the pipeline" }));

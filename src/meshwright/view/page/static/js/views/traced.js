@@ -1,7 +1,7 @@
 // Traced steps beside the prediction: a strip per rank, what to change first, and the waterfall from the predicted to the measured step.
 
 import { bars } from "meshwright/bars.js";
-import { format, h, legend, panel, stat, table } from "meshwright/draw.js";
+import { format, legend, panel, sentence, stat, stats, table } from "meshwright/draw.js";
 import { zone } from "meshwright/files.js";
 import { laneOf, lanes } from "meshwright/lanes.js";
 import * as source from "meshwright/source.js";
@@ -22,40 +22,29 @@ export const view = {
   },
 };
 
-function steps(element, data) {
-  element.append(h("div", { class: "stats" }, ...stats(data)));
-  const first = panel("What to change first", data.causes.length ? "Causes of lost time, with the seconds of a step that each costs." : "No cause of lost time above 1% of the step: compute fills it.");
-  if (data.notes.length) first.append(h("p", { class: "sentence" }, data.notes.join(". ")));
-  if (data.causes.length) first.append(table([
-    { title: "cause", key: "cause" }, { title: "per step", key: "seconds", unit: "s" },
-    { title: "evidence", key: "evidence" }, { title: "change", key: "fix" }], data.causes));
-  element.append(first);
-  if (data.memory.length) element.append(panel("Memory at the peak", data.memory_note, table([
-    { title: "category", key: "category" }, { title: "held", key: "gib", unit: "gib" },
-    ...(data.predicted ? [{ title: "predicted", key: "predicted_gib", text: (g) => (g ? format.gib(g) : ""), align: "right" }] : [])], data.memory)));
-  const strip = element.appendChild(panel(`One step of each rank (step ${data.step})`, data.predicted ? "The prediction is below, its parts one after the other. Where many short pieces meet, the longest is drawn." : data.no_prediction));
-  strips(strip, data);
-  if (!data.predicted) return;
-  const fall = element.appendChild(panel("From the predicted to the measured step", `Rank ${data.predicted.rank}: red bars are slower than predicted, green ones faster.`));
-  waterfall(fall, data.predicted);
-  element.append(panel("The largest differences", data.predicted.plan, table([
-    { title: "part", key: "name" }, { title: "predicted", key: "predicted_s", unit: "s" }, { title: "measured", key: "measured_s", unit: "s" },
-    { title: "reason", key: "reason" }], data.predicted.largest)));
-}
-
-function stats(data) {
-  const p = data.predicted;
-  return [
-    stat("Measured step", format.seconds(data.step_time_s), { detail: "mean, slowest rank" }),
-    ...(p ? [stat("Predicted step", format.seconds(p.step_time_s), { detail: `${format.seconds(p.low_s)} to ${format.seconds(p.high_s)}`, tone: data.step_time_s > p.high_s ? "warn" : "" })] : []),
+function steps(element, { predicted: p, causes, notes, memory, ...data }) {
+  const seconds = format.seconds, held = data.memory_gib === null ? "not in the trace" : format.gib(data.memory_gib);
+  const strip = panel(`One step of each rank (step ${data.step})`,
+    p ? "The prediction is below, its parts one after the other. Where many short pieces meet, the longest is drawn." : data.no_prediction);
+  element.append(stats(
+    stat("Measured step", seconds(data.step_time_s), { detail: "mean, slowest rank" }),
+    p && stat("Predicted step", seconds(p.step_time_s), { detail: `${seconds(p.low_s)} to ${seconds(p.high_s)}`, tone: data.step_time_s > p.high_s ? "warn" : "" }),
     stat("Attributed", format.percent(data.attributed), { detail: "of the traced time" }),
-    ...(data.memory_gib === null && !p ? [] : [stat("Memory at the peak", data.memory_gib === null ? "not in the trace" : format.gib(data.memory_gib), { detail: p ? `${format.gib(p.memory_gib)} predicted` : "" })]),
-  ];
+    (p || data.memory_gib !== null) && stat("Memory at the peak", held, { detail: p ? `${format.gib(p.memory_gib)} predicted` : "" })));
+  element.append(panel("What to change first", causes.length ? "Causes of lost time, with the seconds of a step that each costs." : "No cause of lost time above 1% of the step: compute fills it.",
+    notes.length ? sentence(notes.join(". ")) : null, causes.length ? table(["cause", ["per step", "seconds", "s"], "evidence", ["change", "fix"]], causes) : null));
+  const columns = ["category", ["held", "gib", "gib"], ...(p ? [["predicted", "predicted_gib", (g) => (g ? format.gib(g) : "")]] : [])];
+  if (memory.length) element.append(panel("Memory at the peak", data.memory_note, table(columns, memory)));
+  element.append(strip);
+  strips(strip, data, p);
+  if (!p) return;
+  waterfall(element.appendChild(panel("From the predicted to the measured step", `Rank ${p.rank}: red bars are slower than predicted, green ones faster.`)), p);
+  element.append(panel("The largest differences", p.plan, table([["part", "name"], ["predicted", "predicted_s", "s"], ["measured", "measured_s", "s"], "reason"], p.largest)));
 }
 
 /** A lane per rank on one time axis, and the prediction as the last lane. */
-function strips(element, data) {
-  const all = [...data.ranks.map((r) => ({ name: `rank ${r.rank}`, pieces: r.pieces, parts: data.parts })), ...(data.predicted ? [{ name: "predicted", ...data.predicted }] : [])];
+function strips(element, data, predicted) {
+  const all = [...data.ranks.map((r) => ({ name: `rank ${r.rank}`, pieces: r.pieces, parts: data.parts })), ...(predicted ? [{ name: "predicted", ...predicted }] : [])];
   const drawn = all.map(({ name, pieces, parts }) => laneOf(name, pieces.map(([start, length, index]) => ({ start, end: start + length, part: parts[index] })), (s) => ({ colour: look(s.part), text: s.part.split(": ").at(-1), about: `${s.part}\n${name}: ${format.seconds(s.end - s.start)} from ${format.seconds(s.start)}` })));
   lanes(element, [{ title: `Step ${data.step}`, note: format.seconds(data.step_time_s), lanes: drawn }], { total: Math.max(...drawn.map((lane) => lane.reach.at(-1) ?? 0)), lane: 26, label: all.map(({ name, pieces }) => `${name}: ${pieces.length} pieces`).join(", ") });
   const seen = new Map(all.flatMap(({ pieces, parts }) => pieces.map(([, , index]) => [look(parts[index]), parts[index]])));

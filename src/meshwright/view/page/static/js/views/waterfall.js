@@ -1,7 +1,7 @@
 // Where the step goes: a waterfall of compute, exposed communication, bubble and optimizer, and what overlap hides.
 
 import { bars } from "meshwright/bars.js";
-import { format, h, legend, panel, stat } from "meshwright/draw.js";
+import { format, legend, panel, stat, stats } from "meshwright/draw.js";
 import * as part from "meshwright/parts.js";
 
 export const views = [
@@ -9,21 +9,12 @@ export const views = [
     name: "waterfall",
     title: "What overlap hides",
     sentence: "Communication that no compute hides makes the step longer. What is hidden is free until compute becomes faster.",
-    draw: (element, data) => element.append(h("div", { class: "stats" }, ...stats(data))),
+    draw: (element, { exposed_s: exposed, hidden_s: hidden, communication_s: all, step_time_s: step }) => element.append(stats(
+      stat("Exposed communication", format.seconds(exposed), { detail: format.percent(exposed / step), tone: exposed > 0.2 * step ? "warn" : "" }),
+      stat("Hidden communication", format.seconds(hidden), { detail: all ? `${format.percent(hidden / all, 0)} of all` : "none" }))),
   },
   { name: "overlap", title: "The step with other overlap", ownTitle: true, draw: buffering },
 ];
-
-function stats(data) {
-  const share = (s) => format.percent(s / data.step_time_s);
-  return [
-    stat("Step", format.seconds(data.step_time_s), { formula: data.formulas.step }),
-    stat("Compute", format.seconds(data.compute_s), { detail: share(data.compute_s) }),
-    stat("Exposed communication", format.seconds(data.exposed_s), { detail: share(data.exposed_s), tone: data.exposed_s > 0.2 * data.step_time_s ? "warn" : "" }),
-    stat("Hidden communication", format.seconds(data.hidden_s), { detail: data.communication_s ? `${format.percent(data.hidden_s / data.communication_s, 0)} of all` : "none" }),
-    stat("Bubble", format.seconds(data.bubble_s), { detail: share(data.bubble_s) }),
-  ];
-}
 
 /** The waterfall: each bar begins where the one above it ends. Shared with the overview. */
 export function steps(element, data) {
