@@ -309,9 +309,3 @@ export function slider(name, { values, value, text = (v) => format.number(v), on
   } });
   return labelled(name, input, " ", output);
 }
-
-/** A labelled checkbox. */
-export function toggle(name, value, onchange) {
-  const input = h("input", { type: "checkbox", checked: value, onchange: () => onchange(input.checked) });
-  return h("label", { class: "control check" }, input, h("span", null, name));
-}

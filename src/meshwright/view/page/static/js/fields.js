@@ -109,7 +109,7 @@ export function check(label, about, pick) {
   const input = h("input", { type: "checkbox", onchange: () => pick(input.checked) });
   const reason = h("span", { class: "why" });
   return {
-    node: h("label", { class: "control check", title: about }, input, h("span", null, label), reason),
+    node: h("label", { class: "control check", title: about || null }, input, h("span", null, label), reason),
     follow(value, { disabled = false, why = "" } = {}) {
       input.checked = Boolean(value);
       input.disabled = disabled;

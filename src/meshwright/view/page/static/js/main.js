@@ -61,11 +61,7 @@ function navigation() {
 
 function link(view, title) {
   const { page, ...rest } = state.get();
-  return h("a", { href: state.address({ ...rest, page: { ...page, view: view.name } }), onclick: (event) => {
-    if (event.ctrlKey || event.metaKey || event.shiftKey) return; // a new tab or window
-    event.preventDefault();
-    state.set("page.view", view.name);
-  } }, title);
+  return h("a", { href: state.address({ ...rest, page: { ...page, view: view.name } }) }, title);
 }
 
 /** The panels of the open views; one that stays open keeps its drawing. */

@@ -58,16 +58,21 @@ export async function draw(element) {
   clear(element).append(h("h2", null, "Scenarios"));
   const titles = ["Step time by part", "Memory of the fullest GPU"], [time, room] = titles.map((title) => panel(title, null));
   element.append(h("div", { class: "columns", hidden: !drawn.length }, time, room), panel(null, null, compared(list, catalog)));
-  chart(time, titles[0], drawn, "s", (one) => one.waterfall.data.groups.map((p) => ({ value: p.s, ...part.step(p.part), formula: `${one.name}\n${part.NAMES[p.part]} ${format.seconds(p.s)}`, name: part.NAMES[p.part] })), (one) => format.seconds(one.data.step_time_s));
-  chart(room, titles[1], drawn, "GiB", (one) => one.memory.data.stages[one.memory.data.fullest].parts.map((p) => ({ value: p.gib, ...part.memory(p.name), formula: `${one.name}\n${p.name} ${format.gib(p.gib)}`, name: p.name })), (one) => format.gib(one.data.memory_gib), (one) => one.data.memory_limit_gib);
+  const piece = (one, name, value, words, look) => ({ value, ...look, formula: `${one.name}\n${name} ${words}`, name });
+  const timed = (one) => one.waterfall.data.groups.map((p) => piece(one, part.NAMES[p.part], p.s, format.seconds(p.s), part.step(p.part)));
+  const held = ({ memory: { data }, ...one }) => data.stages[data.fullest].parts.map((p) => piece(one, p.name, p.gib, format.gib(p.gib), part.memory(p.name)));
+  chart(time, titles[0], drawn, "step time, s", timed, (one) => format.seconds(one.data.step_time_s));
+  chart(room, titles[1], drawn, "GiB per GPU", held, (one) => format.gib(one.data.memory_gib), (one) => one.data.memory_limit_gib);
   save.attach(element, "scenarios");
   link(element);
 }
 
-/** One chart of stacked bars, a bar for each scenario on the same axis. */
+/** One chart of stacked bars, a bar for each scenario on the same axis: labels leave out what all names share. */
 function chart(box, title, list, unit, partsOf, text, limitOf = () => 0) {
-  const short = (name) => (name.length > 23 ? `${name.slice(0, 22)}…` : name);
-  const rows = list.map((one) => ({ key: { scenario: one.i }, label: short(one.name), text: text(one), tone: one.data.fits ? "ink" : "bad", limit: limitOf(one), parts: partsOf(one) }));
+  const words = list.map(({ name }) => name.split(", ")), pinned = words.slice(1);
+  const own = words.map((parts, i) => (i && parts.filter((part) => pinned.length < 2 || !pinned.every((other) => other.includes(part))).join(", ")) || list[i].name);
+  const rows = list.map((one, i) => ({ key: { scenario: one.i }, label: own[i].length > 23 ? `${own[i].slice(0, 22)}…` : own[i], text: text(one),
+    tone: one.data.fits ? "ink" : "bad", limit: limitOf(one), parts: partsOf(one) }));
   bars(box, rows, { left: 150, right: 74, weight: 600, focus: false, x: { label: unit }, label: `${title}: ${list.map((one) => `${one.name} ${text(one)}`).join("; ")}` });
   const used = new Map(rows.flatMap((r) => r.parts.filter((p) => p.value > 0).map((p) => [p.name, p])));
   box.append(legend([...[...used.values()].map((p) => ({ label: p.name, colour: p.colour, pattern: p.pattern })), ...(rows.some((r) => r.limit) ? [{ label: "limit of the GPU", colour: "bad", shape: "line" }] : [])]));

@@ -15,7 +15,7 @@ export const view = {
         : stat("Critical batch", format.whole(critical), { detail: "samples", formula: reason, tone: batch < critical ? "warn" : "" })), box);
     const points = (key) => rows.map((r) => ({ x: r.batch, y: r[key], formula: r.formula }));
     const marks = [critical && { at: critical, words: `critical batch ${format.whole(critical)}`, colour: "bad" }, { at: batch, words: `this batch ${format.whole(batch)}` }];
-    curves(box, { label: note, height: 320, x: { log: 2, label: "batch, samples", format: format.count },
+    curves(box, { label: note, height: 320, x: { log: 2, label: "batch, samples", format: format.whole },
       y: { from: 0, label: "MFU and share of the step", format: (v) => format.percent(v, 0) }, marks: marks.filter(Boolean), series: [
         { name: "MFU", points: points("mfu"), colour: "compute" },
         { name: "share lost to bubble and exposed gradients", points: points("lost_share"), colour: "tp", dash: "5 4", focus: false }] });

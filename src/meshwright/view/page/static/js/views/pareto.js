@@ -13,7 +13,7 @@ export const view = {
     const box = element.appendChild(panel("Plans", data.note));
     const names = [...new Set(data.points.map((p) => p.strategy))], style = Object.fromEntries(names.map((n, i) => [n, { colour: `series-${(i % 8) + 1}`, shape: SHAPES[Math.floor(i / 8) % 4] }]));
     chart(box, data, context, style);
-    box.append(legend([...names.map((n) => ({ label: n, ...style[n] })), { label: "this plan", colour: "focus" }]));
+    box.append(legend([...names.map((n) => ({ label: n, ...style[n] })), { label: "this plan", colour: "focus", shape: "diamond" }]));
     const front = data.points.filter((p) => p.front).sort((a, b) => a.step_time_s - b.step_time_s);
     if (front.length) box.append(table([
       ["step", "step_time_s", "s"], ["memory", "memory_bytes", (v) => format.gib(v / GIB)],

@@ -2,8 +2,6 @@
 
 import { centred, figure, format, formula, legend, panel, svg, table } from "meshwright/draw.js";
 
-const COLOURS = { tp: "tp", cp: "cp", pp: "pp", dp: "dp", ep: "ep" };
-
 export const view = {
   title: "The grid of ranks",
   sentence: "Every square is a GPU; a frame is a node. Choose a rank to light the groups it belongs to: ranks of a group exchange messages on the links that their frame shares, or between frames.",
@@ -13,7 +11,7 @@ export const view = {
     if (data.world === 1) return;
     const rank = Math.min(context.options.rank ?? 0, data.drawn - 1);
     grid(box, data, rank, context);
-    box.append(legend(data.axes.map((a) => ({ label: `${a.axis} group of rank ${rank}`, colour: COLOURS[a.axis] }))));
+    box.append(legend(data.axes.map((a) => ({ label: `${a.axis} group of rank ${rank}`, colour: a.axis }))));
     box.append(groups(data, rank));
   },
 };
@@ -48,7 +46,7 @@ function grid(element, data, rank, context) {
     const [x, y] = position(r), mine = groups.get(r) ?? [], size = side - 1.5;
     if (r === rank) c.plot.append(svg("rect", { x, y, width: size, height: size, rx: 2, fill: "ink" }));
     else if (!mine.length) base.append(svg("rect", { x, y, width: size, height: size, rx: 2 }));
-    else mine.forEach((axis, k) => c.plot.append(svg("rect", { x: x + (k * size) / mine.length, y, width: size / mine.length, height: size, rx: 1, fill: COLOURS[axis] })));
+    else mine.forEach((axis, k) => c.plot.append(svg("rect", { x: x + (k * size) / mine.length, y, width: size / mine.length, height: size, rx: 1, fill: axis })));
     if (side >= 17 && data.drawn <= 512) centred(c, r, x + size / 2, y + size / 2, { size: 8, colour: r === rank ? "surface" : mine.length ? "black" : "quiet" });
   }
   // One target for all ranks: pointer and arrow keys move the chosen rank.

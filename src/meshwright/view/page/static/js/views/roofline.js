@@ -2,7 +2,7 @@
 
 import { bars } from "meshwright/bars.js";
 import { curves } from "meshwright/curves.js";
-import { empty, format, label, panel, rule, sentence, svg, table } from "meshwright/draw.js";
+import { empty, format, label, legend, panel, rule, sentence, svg, table } from "meshwright/draw.js";
 
 const LEVELS = ["compute", "tp", "optimizer", "ep", "cp"], DASHES = [null, null, "7 5", "2 4", "9 3 2 3"], SHAPES = { tp: "square", cp: "triangle", ep: "diamond", pp: "cross", dp: "circle" };
 
@@ -12,8 +12,9 @@ export const view = {
   draw(element, data) {
     const box = element.appendChild(panel("Collectives against the level that they cross", data.note));
     chart(box, data);
-    const used = [...new Set(data.points.map((p) => p.axis))];
-    if (used.length) box.append(sentence(`Shapes: ${used.map((a) => `${a} ${{ square: "■", triangle: "▲", diamond: "◆", cross: "✕", circle: "●" }[SHAPES[a]]}`).join(", ")}${data.measured.length ? "; hollow: measured" : ""}. ${data.measured.length ? "" : `No bench points: the links are those of the catalog (${data.calibrated || "uncalibrated"}).`}`));
+    const axes = [...new Set(data.points.map((p) => p.axis))].map((axis) => ({ label: axis, colour: "quiet", shape: SHAPES[axis] }));
+    if (axes.length) box.append(legend([...axes, ...(data.measured.length ? [{ label: "measured", colour: "surface", shape: "circle" }] : [])]));
+    if (axes.length && !data.measured.length) box.append(sentence(`No bench points: the links are those of the catalog (${data.calibrated || "uncalibrated"}).`));
     if (data.points.length) box.append(list(data));
     const step = element.appendChild(panel("The whole step", `${data.step.regime}: ${data.step.level} links allow the least. Advice: ${data.step.advice.join("; ") || "none"}.`));
     ceilings(step, data.step.ceilings);

@@ -1,7 +1,8 @@
 // Runs: the folders that `meshwright train` writes. A list beside curves that grow while a run trains, predicted against measured by part, a measured
 // step above the simulated one, faults and checkpoints. Several runs are drawn in the same figures, each in its own colour.
 
-import { button, choice, clear, controls, empty, format, h, keepFocus, panel, sentence, slider, stat, stats, table, terms, toggle } from "meshwright/draw.js";
+import { button, choice, clear, controls, empty, format, h, keepFocus, panel, sentence, slider, stat, stats, table, terms } from "meshwright/draw.js";
+import { check } from "meshwright/fields.js";
 import { refusal } from "meshwright/notice.js";
 import { AXES, column, curves, history, parts, steps } from "meshwright/run-charts.js";
 import { known, release, subscribe, watch } from "meshwright/runs.js";
@@ -66,9 +67,11 @@ function runsView(name, title, tab, draw) {
 
 export const views = [
   runsView("runs", "Training runs", "Curves", (body, runs) => {
+    const logs = check("Logarithmic loss and norm", "", (log) => set({ log }));
+    logs.follow(options().log);
     body.append(controls(
       choice("Across", Object.entries(AXES), options().x ?? "step", (x) => set({ x })),
-      toggle("Logarithmic loss and norm", Boolean(options().log), (log) => set({ log })),
+      logs.node,
       slider("Smoothing", { values: SMOOTH, value: options().smooth ?? 0, text: (n) => (n ? `${n} steps` : "none"), oninput: (smooth) => set({ smooth }) })));
     curves(body, runs, { across: options().x ?? "step", smooth: options().smooth ?? 0, logarithmic: options().log });
     if (runs.length > 1) body.append(comparison(runs));
@@ -157,7 +160,7 @@ function head(body, { run, colour, comparable }) {
     stat("Loss", loss.length ? format.number(loss.at(-1).y, 4) : "–", { detail: loss.length ? `from ${format.number(loss[0].y, 4)}` : "" }),
     measurement ? stat("Measured step", format.seconds(measurement.step_time_s), { detail: `${format.seconds(measurement.step_time_low_s)} to ${format.seconds(measurement.step_time_high_s)}` }) : stat("Last step", last ? format.seconds(last.y) : "–", { detail: entry.step_time_s ? `median ${format.seconds(entry.step_time_s)}` : "" }),
     prediction ? stat("Predicted step", format.seconds(prediction.step_time_s), { detail: error || (Number.isFinite(prediction.step_time_low_s) ? `${format.seconds(prediction.step_time_low_s)} to ${format.seconds(prediction.step_time_high_s)}` : "") }) : null,
-    entry.tokens_per_s ? stat("Throughput", `${format.count(entry.tokens_per_s)}/s`, { detail: `${entry.unit}${entry.mfu && comparable ? `, MFU ${format.percent(entry.mfu)}` : ""}` }) : null,
+    entry.tokens_per_s ? stat("Throughput", `${format.count(entry.tokens_per_s)} ${entry.unit}/s`, { detail: entry.mfu && comparable ? `MFU ${format.percent(entry.mfu)}` : "" }) : null,
     memory ? stat("Memory", format.gib(memory.y), { detail: "peak of rank 0" }) : null,
     checkpoint(run)));
 }

@@ -16,8 +16,9 @@ export const view = {
     const marks = data.takes_over ? [{ at: data.takes_over.gpus, words: "inter-node bandwidth takes over", colour: "bad" }] : [];
     const of = (key) => [{ name: "same batch (strong)", points: points(data.strong, key), colour: "compute" }, { name: "batch grows (weak)", points: points(data.weak, key), colour: "optimizer", dash: "6 4" }];
     const first = data.strong[0] ?? data.weak[0], proportional = sizes.map((gpus) => ({ x: gpus, y: (first.tokens_per_s * gpus) / first.gpus }));
+    const tooLarge = [...data.strong, ...data.weak].some((r) => r.fits === false) ? [{ name: "does not fit", shape: "cross", colour: "quiet", only: true, points: [] }] : [];
     const best = { name: "best plan of the size", points: data.best.map((r) => ({ x: r.gpus, y: r.tokens_per_s, formula: r.formula })), colour: "ep", shape: "diamond", radius: 6, only: true };
-    curves(box, { label: data.note, height: 300, left: 66, x, y: { log: 10, label: `${data.unit} per second`, format: format.count }, marks, series: [...of("tokens_per_s"), { name: "in proportion", points: proportional, colour: "quiet", dash: "2 4", width: 1.3, dots: false }, ...(data.best.length ? [best] : [])] });
+    curves(box, { label: data.note, height: 300, left: 66, x, y: { log: 10, label: `${data.unit} per second`, format: format.count }, marks, series: [...of("tokens_per_s"), { name: "in proportion", points: proportional, colour: "quiet", dash: "2 4", width: 1.3, dots: false }, ...(data.best.length ? [best] : []), ...tooLarge] });
     curves(efficiency, { label: `Efficiency: ${data.strong.map((r) => `${r.gpus} GPUs ${format.percent(r.efficiency, 0)}`).join(", ")}`, height: 260, x, y: { from: 0, format: (v) => format.percent(v, 0) }, series: of("efficiency") });
     const parts = [["compute_s", "compute", "compute", null], ["inside_s", "transfers inside nodes", "pp", "6 4"], ["between_s", "transfers between nodes", "tp", null]], values = data.strong.flatMap((r) => parts.map(([key]) => r[key])).filter((v) => v > 0);
     if (data.strong.length < 2 || !values.length) crossing.append(empty("One size only."));

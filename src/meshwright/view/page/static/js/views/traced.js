@@ -46,7 +46,8 @@ function steps(element, { predicted: p, causes, notes, memory, ...data }) {
 function strips(element, data, predicted) {
   const all = [...data.ranks.map((r) => ({ name: `rank ${r.rank}`, pieces: r.pieces, parts: data.parts })), ...(predicted ? [{ name: "predicted", ...predicted }] : [])];
   const drawn = all.map(({ name, pieces, parts }) => laneOf(name, pieces.map(([start, length, index]) => ({ start, end: start + length, part: parts[index] })), (s) => ({ colour: look(s.part), text: s.part.split(": ").at(-1), about: `${s.part}\n${name}: ${format.seconds(s.end - s.start)} from ${format.seconds(s.start)}` })));
-  lanes(element, [{ title: `Step ${data.step}`, note: format.seconds(data.step_time_s), lanes: drawn }], { total: Math.max(...drawn.map((lane) => lane.reach.at(-1) ?? 0)), lane: 26, label: all.map(({ name, pieces }) => `${name}: ${pieces.length} pieces`).join(", ") });
+  const long = (some) => Math.max(0, ...some.map((lane) => lane.reach.at(-1) ?? 0)); // of this step: the mean of all is above
+  lanes(element, [{ title: `Step ${data.step}`, note: format.seconds(long(drawn.slice(0, data.ranks.length))), lanes: drawn }], { total: long(drawn), lane: 26, label: all.map(({ name, pieces }) => `${name}: ${pieces.length} pieces`).join(", ") });
   const seen = new Map(all.flatMap(({ pieces, parts }) => pieces.map(([, , index]) => [look(parts[index]), parts[index]])));
   element.append(legend([...seen].map(([colour, part]) => ({ label: part.startsWith("waiting") ? "waiting for another rank" : part, colour }))));
 }
