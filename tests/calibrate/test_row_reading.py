@@ -9,6 +9,8 @@ from meshwright.calibrate.runs.rows import apply_readings
 from meshwright.calibrate.runs.validate import predict_rows
 from meshwright.describe import catalog
 from meshwright.describe.catalog import accelerator_of, stack_of
+from meshwright.describe.config import configure
+from meshwright.planner.question import base_plan
 
 BASE = {
     "file": "invented", "row_id": "r", "model": "Corvus 7B", "layers": "32", "hidden": "4096", "ffn_hidden": "11008", "heads": "32",
@@ -402,6 +404,14 @@ def test_automodel_keeps_weights_of_models_with_expert_parallelism_gathered():
 def test_gradients_are_reduced_in_the_dtype_of_the_framework(stack, gradients, reduced):
     plan = case(stack=stack, zero="3", **ONE_MICRO_BATCH).plan
     assert (plan.grad_dtype, plan.reduce_dtype) == (gradients, reduced)
+
+
+@pytest.mark.parametrize(("dtype", "gradients", "reduced"), [("bf16", "fp32", "bf16"), ("fp16", "fp16", "fp16")])
+def test_each_optimizer_of_megatron_deepspeed_reduces_in_its_dtype(dtype, gradients, reduced):
+    found = case(stack="megatron-deepspeed", dtype=dtype, zero="1")
+    assert (found.plan.grad_dtype, found.plan.reduce_dtype) == (gradients, reduced)
+    asked = configure(found.model, found.cluster, stack=found.stack, workload=found.workload)
+    assert (base_plan(asked).grad_dtype, base_plan(asked).reduce_dtype) == (gradients, reduced)
 
 
 @pytest.mark.parametrize(

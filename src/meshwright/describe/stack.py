@@ -255,7 +255,7 @@ class Stack(Described):
     gradient_dtype: str = "fp32"
     """dtype gradients are accumulated and reduced in"""
     reduction_dtype: str = ""
-    """dtype gradients are reduced in; "": that in which they are accumulated"""
+    """dtype gradients that are accumulated in fp32 are reduced in; "": fp32"""
     fp16_gradient_dtype: str = ""
     """dtype gradients are accumulated in where a run trains in fp16; "": `gradient_dtype`"""
     flat_copies: bool = False
@@ -293,6 +293,11 @@ class Stack(Described):
     def accumulation_dtype(self, precision: str) -> str:
         """The dtype in which gradients of a run in this precision are accumulated."""
         return self.fp16_gradient_dtype if self.fp16_gradient_dtype and precision == "fp16" else self.gradient_dtype
+
+    def reduced_dtype(self, precision: str) -> str:
+        """The dtype in which they are reduced: `reduction_dtype` where it is narrower than the sums."""
+        sums = self.accumulation_dtype(precision)
+        return self.reduction_dtype if self.reduction_dtype and sums == "fp32" else sums
 
     @property
     def offload_kinds(self) -> list[str]:

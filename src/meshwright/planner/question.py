@@ -91,9 +91,11 @@ def base_plan(config: Config) -> Plan:
     for name in DROPPED:
         fields.pop(name, None)
     if "plan.grad_dtype" not in config.origins:
-        fields["grad_dtype"] = config.stack.accumulation_dtype(config.workload.precision)
-        if "plan.comm_dtype" not in config.origins and config.stack.reduction_dtype:
-            fields["comm_dtype"] = config.stack.reduction_dtype
+        precision = config.workload.precision
+        fields["grad_dtype"] = config.stack.accumulation_dtype(precision)
+        reduced = config.stack.reduced_dtype(precision)
+        if "plan.comm_dtype" not in config.origins and reduced != fields["grad_dtype"]:
+            fields["comm_dtype"] = reduced
     return Plan(**fields)
 
 

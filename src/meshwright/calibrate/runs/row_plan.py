@@ -246,7 +246,7 @@ def _sharding(c: PublishedRun, d: RowDegrees, several: bool) -> Json:
     zero = integer(r["zero"]) if r["zero"] else stack.usual_zero
     if not r["zero"]:
         c.assumed.append(f"ZeRO: {zero}, usual in {_framework(stack)}")
-    gradients = stack.accumulation_dtype(PRECISIONS.get(r["dtype"], "bf16"))
+    precision = PRECISIONS.get(r["dtype"], "bf16")
     sharded = zero > 0 and d.dp * d.cp > 1
     replicas = _replicas(c, d) if zero == 3 else 1
     pure = stack.name == "composer-fsdp" and "pure" in r["zero_fsdp"].lower()
@@ -254,8 +254,8 @@ def _sharding(c: PublishedRun, d: RowDegrees, several: bool) -> Json:
         "replicate": replicas if sharded else d.dp,
         "shard": d.dp // replicas if sharded else 1,
         "zero": zero if sharded else 0,
-        "grad_dtype": gradients,
-        "comm_dtype": stack.reduction_dtype or gradients,
+        "grad_dtype": stack.accumulation_dtype(precision),
+        "comm_dtype": stack.reduced_dtype(precision),
         "bucket": _bucket(c, d),
         "reduce": "step" if zero == 2 and d.pp > 1 else "auto",
         "master": not pure,
