@@ -15,6 +15,7 @@ of all ranks: exact for every kind of padding.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from meshwright.parallel.user_module.samples import (
 )
 from meshwright.parallel.user_module.whole import uses_batch
 from meshwright.training.checkpoint.load import resume
-from meshwright.training.checkpoint.save import run_description, save
+from meshwright.training.checkpoint.save import checkpoint_group, run_description, save
 from meshwright.training.checkpoint.state import state_of
 from meshwright.training.optimizer.average import WeightAverage
 from meshwright.training.optimizer.norm import clip, counted_squares
@@ -316,21 +317,19 @@ class ParallelModule(Sharded):
     def save(self, folder: str | Path) -> Path:
         """Save weights, buffers, optimizer states and residuals of compression under `folder`, each rank its part. All ranks call it."""
         training = Progress(self, self.optimizer, self.scale, self.steps)
-        return save(Path(folder), state_of(training), run_description(training), self._host_group())[0]
+        return save(Path(folder), state_of(training), run_description(training), self._checkpoint_group)[0]
 
     def resume(self, folder: str | Path) -> bool:
         """Continue from a checkpoint, or from the last good one of a folder, written on this plan or another. False: there is none."""
         training = Progress(self, self.optimizer, self.scale, self.steps)
-        resumed = resume(training, Path(folder), self._host_group())
+        resumed = resume(training, Path(folder), self._checkpoint_group)
         self.steps = training.step
         return resumed is not None
 
-    def _host_group(self) -> distributed.ProcessGroup | None:
-        """The group over which the ranks agree on a checkpoint; on the CPU."""
-        if self.mesh.size("world") == 1:
-            return None
-        on_host = distributed.get_backend() == "gloo"
-        return distributed.group.WORLD if on_host else distributed.new_group(backend="gloo")
+    @cached_property
+    def _checkpoint_group(self) -> distributed.ProcessGroup | None:
+        """The group over which the ranks agree on checkpoints, made once: each group of gloo keeps its connections and threads."""
+        return checkpoint_group()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
