@@ -86,3 +86,15 @@ def test_a_path_that_is_not_a_file_is_refused(capsys, bad) -> None:
     code, out, err = run(capsys, "show", bad)
     assert (code, out) == (2, "")
     assert err.startswith("MW-CONF-004")
+
+
+def test_a_key_without_its_section_names_the_section(capsys) -> None:
+    code, _, error = run(capsys, "show", PLAN, "--set", "tp=8")
+    assert code == 2
+    assert "It is a key of [plan]. Fix: --set plan.tp=8" in error
+
+
+def test_a_byte_order_mark_is_skipped(capsys, tmp_path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_bytes(b"\xef\xbb\xbf" + Path(PLAN).read_bytes())
+    assert run(capsys, "show", str(file))[0] == 0

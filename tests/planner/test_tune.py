@@ -21,6 +21,7 @@ from meshwright.interop.frameworks import framework_named
 from meshwright.planner.tune import session
 from meshwright.planner.tune.belief import Belief, MemoryBelief
 from meshwright.planner.tune.candidates import configuration, user_plan
+from meshwright.planner.tune.run import NO_MEMORY, last_line, readable
 from meshwright.view.json_schema import output_schema
 from meshwright.view.tables import show
 from meshwright.view.tune import page
@@ -362,3 +363,11 @@ def test_a_folder_with_brackets_is_shown_as_it_is(folder, capsys):
     shown = capsys.readouterr().out
     assert "[old]/best.toml" in shown
     assert "[old]/stack.toml" in shown
+
+
+def test_errors_in_json_are_read_as_words() -> None:
+    """Our own commands print errors as JSON; one about memory counts as out of memory."""
+    line = '{"error": {"code": "MW-TRAIN-002", "what": "\'tp 4\' does not fit on this machine", "why": "", "valid": [], "fix": ""}}'
+    text = readable(f'step 1\n{line}\n{{"error": 3}}\n')
+    assert text.splitlines() == ["step 1", "MW-TRAIN-002: 'tp 4' does not fit on this machine", '{"error": 3}']
+    assert last_line(text, NO_MEMORY).startswith("MW-TRAIN-002")

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.calibrate.runs import from_rank
 from meshwright.cli import main
-from meshwright.describe.config import Config
+from meshwright.describe.config import Config, load
 from meshwright.errors import MeshwrightError
 from meshwright.interop.logs import steps_in
 from meshwright.interop.one_rank import measured_in
@@ -293,3 +293,14 @@ def test_commands_of_frameworks(tmp_path, capsys):
     assert found["device"] == "the framework"
     assert found["ranks"][0]["step_s"] == pytest.approx(0.5)
     assert asdict(replace(as_measured(config, config)[0], rank=0)).keys() <= found["ranks"][0].keys()
+
+
+def test_a_rank_that_does_not_fit_on_this_machine_is_refused(monkeypatch) -> None:
+    """The kernel would end the process, and others with it."""
+    from meshwright.training.measure.one_rank import measure_plan
+
+    monkeypatch.setattr("meshwright.training.measure.one_rank.available_memory", lambda: 1e5)
+    config = load(Path(__file__).parents[2] / "examples" / "demo-dp2-tp2.toml")
+    with pytest.raises(MeshwrightError, match=r"MW-MEASURE-002: a rank .* does not fit on this machine") as raised:
+        measure_plan(config, None, None, 1, "cpu")
+    assert raised.value.exit_code == 3

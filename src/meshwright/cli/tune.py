@@ -79,7 +79,7 @@ def command(
         raise MeshwrightError(
             "MW-TUNE-008",
             "no run has a step time",
-            why=f"{len(tuning.trials)} runs failed; outputs are in {out}/run-N",
+            why=f"{len(tuning.trials)} runs failed, the last one: {tuning.trials[-1].why}; outputs are in {out}/run-N",
             fix="run the command by hand with the settings of run-1",
         )
 

@@ -194,6 +194,11 @@ class Draft:
             what = f"'--set {word[:60]}' is not a path, '=' and a value"
             raise MeshwrightError("MW-CONF-011", what, valid=["plan.tp=8", "cluster.gpus=64", "model=llama3-8b"])
         section, value = keys[0], parse_value(text.strip(), path)
+        if section not in SECTIONS and len(keys) == 1 and (owner := section_with(section)):
+            fix = f"--set {owner}.{word}"
+            raise MeshwrightError(
+                "MW-CONF-010", f"'{section}' is not a section", why=f"It is a key of [{owner}]", fix=fix
+            )
         if section not in SECTIONS:
             raise unknown("MW-CONF-010", "section", section, SECTIONS, "--set {}." + ".".join(keys[1:]))
         if len(keys) == 1:

@@ -14,6 +14,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError, cannot_write, nearest, unknown
 
+BYTE_ORDER_MARK = "\ufeff"  # at the start of files that editors on Windows write
 LIMIT = 1_000_000  # bytes
 DEPTH = 20  # levels of tables and lists
 DOTS = 100  # per line: a dotted key costs the parser its length squared
@@ -32,7 +33,7 @@ def read_text(path: str | Path, limit: int = LIMIT) -> str:
                 "MW-CONF-005", f"'{shown}' has {status.st_size:,} bytes", why=f"{what} has at most {limit:,}"
             )
         with open(path, "rb") as file:
-            return file.read(limit).decode("utf-8")
+            return file.read(limit).decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
         raise MeshwrightError("MW-CONF-006", f"'{shown}' is not text", why=f"Byte {error.start} is not UTF-8") from None
     except (OSError, ValueError) as error:

@@ -6,6 +6,7 @@ YAML needs PyYAML (the extra [interop]), with its safe loader only. A script is 
 import json
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -104,6 +105,13 @@ def known_keys_of(settings: dict[str, Any], args: list[str] | None = None) -> di
 def recognise(settings: dict[str, Any], args: list[str], path: str | Path, named: Framework | None = None) -> Framework:
     """The framework of a file; raises if it has none, or if it is another than the one that was named."""
     framework = detect(settings, args)
+    if framework is None and {name.partition(".")[0] for name in settings} & set(SECTIONS) >= {"plan"}:
+        raise MeshwrightError(
+            "MW-SET-010",
+            f"'{path}' is a plan file of Meshwright, not settings of a framework",
+            why="Settings of a framework are written from a plan by `launch`",
+            fix=f"meshwright launch {shlex.quote(str(path))} --torchrun --for FRAMEWORK",
+        )
     if framework is None:
         raise MeshwrightError(
             "MW-SET-010",

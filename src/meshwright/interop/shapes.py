@@ -297,7 +297,7 @@ def _filled(fields: Facts) -> dict[str, Any]:
         out.pop("rope_dim", None)
     out["vocab"] = out.get("vocab") or DIVISIBLE * 8
     if out.get("experts"):
-        out["top_k"] = min(out.get("top_k") or 1, out["experts"])
+        out["top_k"] = out.get("top_k") or 1
         out["expert_ffn"] = out.get("expert_ffn") or out.get("ffn") or DIVISIBLE
         out["dense_layers"] = min(out.get("dense_layers") or 0, out["layers"])
         if out.get("shared_ffn") and not out.get("shared_experts"):

@@ -12,6 +12,7 @@ The command is a list of words and no shell reads it. All processes that it star
     timed out       it ran longer than the limit
 """
 
+import json
 import os
 import re
 import signal
@@ -98,7 +99,7 @@ class Command:
         folder.mkdir(parents=True, exist_ok=True)
         words = self.filled(config, folder)
         code = self.execute(words, folder / OUTPUT)
-        text = tail(folder / OUTPUT)
+        text = readable(tail(folder / OUTPUT))
         if code is None:
             return TuneRun(number, TIMED_OUT, why=f"ended after {self.timeout_s:.0f} s")
         measured = self.measured(number, config, folder, text)
@@ -193,6 +194,19 @@ def tail(file: Path) -> str:
     with file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - LARGEST_OUTPUT))
         return stream.read().decode("utf-8", "replace")
+
+
+def readable(text: str) -> str:
+    """An output with the errors of our own commands, which they print as JSON, in one line of words."""
+    return "\n".join(error_line(line) if line.startswith('{"error"') else line for line in text.splitlines())
+
+
+def error_line(line: str) -> str:
+    try:
+        error = json.loads(line)["error"]
+        return f"{error['code']}: {error['what']}"
+    except (ValueError, KeyError, TypeError):
+        return line
 
 
 def last_line(text: str, wanted: re.Pattern[str] | None = None) -> str:

@@ -39,16 +39,18 @@ from meshwright.models.router import Routing
 from meshwright.parallel.apply import apply
 from meshwright.parallel.numerics.precision import DTYPES
 from meshwright.predict.one_rank import RankMeasurement, measured_config
+from meshwright.predict.prediction import predict
 from meshwright.training.data.samples import RandomSamples
 from meshwright.training.fake_group import Fills, balanced_routing, fake_group, filled_receives
 from meshwright.training.hooks import Hook, StepRecord
 from meshwright.training.loop import Trainer
+from meshwright.training.machine import available_memory
 from meshwright.training.measure import timeline
 from meshwright.training.measure.observe import Observer
 from meshwright.training.measure.profile import trace_step, write
 from meshwright.training.run import completed
 from meshwright.training.step_graph import StepGraph
-from meshwright.units import Json
+from meshwright.units import Json, format_bytes
 
 WARMUP = 3
 REPEATED = 3  # times that a step with repeated copies fills what it receives
@@ -76,7 +78,24 @@ def measure_plan(
     ranks = ranks_of_stages(config) if rank is None else [rank]
     if stage is not None and rank is None:
         ranks = [ranks[stage]]
+    if device == "cpu":
+        check_memory(config, ranks)
     return config, [measure_rank(config, number, steps, device) for number in ranks]
+
+
+def check_memory(config: Config, ranks: Sequence[int]) -> None:
+    """Raise if the tensors of a rank do not fit in the memory of this machine: the kernel would end this process, and others with it."""
+    stages = ranks_of_stages(config)
+    held = predict(measured_config(config)).tensors_gib
+    largest = max(held[stages.index(rank)] if rank in stages else max(held) for rank in ranks) * GIB
+    if largest > (available := available_memory()):
+        raise MeshwrightError(
+            "MW-MEASURE-002",
+            f"a rank of '{config.plan.title()}' does not fit on this machine: its tensors need {format_bytes(largest)} of memory, and "
+            f"{format_bytes(available)} are available",
+            fix="measure it on a GPU, or --set plan.recompute=full",
+            exit_code=3,
+        )
 
 
 def measure_rank(config: Config, rank: int, steps: int, device: str) -> RankMeasurement:
