@@ -420,8 +420,8 @@ def test_a_launch_file_holds_the_settings_of_the_plan(name, tmp_path) -> None:
         assert words == ["-m", "torchtitan.train", "--module", "settings", "--config", "plan"]
         assert job.program.variables["PYTHONPATH"][0] == job.folder
     elif job.program.file:
-        settings, _ = parse(Path(job.folder, job.program.file))
-        assert detect(settings, False) is framework
+        settings = parse(Path(job.folder, job.program.file)).settings
+        assert detect(settings) is framework
         assert words[-1] == str(Path(job.folder, job.program.file)) or name == "accelerate"
         assert [p.name for p in Path(job.folder).iterdir()] == [job.program.file]
     elif name == "megatron-bridge":
