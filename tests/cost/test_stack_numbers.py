@@ -135,10 +135,11 @@ def test_a_message_in_parts_takes_a_shorter_send_and_a_gather():
     assert listed["parts"] in (32, 64)
 
 
-def test_collectives_take_the_share_of_the_network():
-    plan = Plan(replicate=2, tp=8, sp=True)
+def test_collectives_between_nodes_take_the_share_of_the_network():
+    plan = Plan(replicate=2, tp=8, sp=True)  # replicas on two nodes
     fast, slow = (cost(plan, network=share) for share in (1.0, 0.5))
-    assert one(slow.busy["comm:tp"]) == pytest.approx(2 * one(fast.busy["comm:tp"]))
+    assert one(slow.reduce) == pytest.approx(2 * one(fast.reduce))
+    assert one(slow.busy["comm:tp"]) == one(fast.busy["comm:tp"])
 
 
 def test_zero_3_parameter_by_parameter_sends_more_messages_and_hides_none():

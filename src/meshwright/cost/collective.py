@@ -48,12 +48,14 @@ def choose(cluster: Cluster, operation: str, n: float, ranks: int) -> ChosenProg
 
 
 class CollectiveTimes:
-    """Times of the library's collectives on a cluster, for a batch of plans, at the stack's share of the library's rates."""
+    """Times of the library's collectives on a cluster, for a batch of plans. Inside nodes they reach the library's rates. Between nodes they share
+    links with other groups and their ranks arrive one after another: they reach the stack's share of these rates (`Stack.network`)."""
 
     def __init__(self, cluster: Cluster, batch: Batch) -> None:
         self.cluster, self.batch = cluster, batch
         self._groups: dict[str, Group] = {}
         self._has_peers: dict[str, Column] = {}
+        self._share: dict[str, Array] = {}  # of the library's rates, by axis
         self._curves: dict[tuple[str, str], list[Curve]] = {}
         self._times: dict[tuple[str, str, int, float], tuple[Column, Array]] = {}
         top = len(cluster.levels) - 1
@@ -70,6 +72,7 @@ class CollectiveTimes:
             rings = ring_rates(self.cluster, size, inner, lambda unit: self.batch.members(axis, unit))
             self._groups[axis] = Group.of(size, inner, level, self.outside, rings)
             self._has_peers[axis] = size > 1
+            self._share[axis] = np.where(size > inner, self.batch.stack.network, 1.0)
         return self._groups[axis]
 
     def time(self, op: Op) -> Column:
@@ -143,4 +146,4 @@ class CollectiveTimes:
         best = first.time(n, root) * self._has_peers[op.axis]
         for curve in alternatives:
             best = curve.improve(n, root, best)
-        return best / self.batch.stack.network
+        return best / self._share[op.axis]

@@ -106,7 +106,7 @@ class Stack(Described):
     elementwise: float = Field(default=1.0, gt=0, le=20)
     """time of memory-bound operations over that of one pass at the device's copy rate for each kernel of `fused`"""
     network: float = Field(default=1.0, gt=0, le=2)
-    """rate of collectives during a step over what the library reaches in benchmarks (1: as benchmarked)"""
+    """rate of collectives between nodes during a step over what the library reaches in benchmarks (1: as benchmarked); inside nodes it is 1"""
     hides: float = Field(default=0.85, ge=0, le=1)
     """share of compute behind which overlapped communication can run"""
     asynchronous: bool = True

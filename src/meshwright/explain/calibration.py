@@ -10,9 +10,9 @@ A step time is one number; a trace has its parts. Each part is a measurement of 
 
     ln y_part = ln t_part(x) + ε,    ε ~ noise of runs,    x ~ N(numbers of the stack, as before any run is seen)
 
-t_part(x) is the predicted step less the prediction in which this work takes no time, both without the bubble. The posterior is that of the other
-calibrations (`Normal`, `prior_of`), found by Newton's method. A device whose rates are round numbers (a CPU that was never measured) has a prior
-wide enough to follow the trace.
+t_part(x) is the predicted step less the prediction in which this work takes no time, both without the bubble; of the network it is the exposed
+communication. The posterior is that of the other calibrations (`Normal`, `prior_of`), found by Newton's method. A device whose rates are round
+numbers (a CPU that was never measured) has a prior wide enough to follow the trace.
 
 Links first: the collectives of the trace, from the arrival of the last rank on, fit a factor on the latency and one on the bytes of each operation
 (`calibrate.fit`). Operations that the trace does not have take the mean factors of those it has, between the same kinds of ranks.
@@ -37,6 +37,7 @@ from meshwright.cost.collective import OPERATIONS
 from meshwright.cost.step import step_cost
 from meshwright.describe.cluster import Cluster, Factors
 from meshwright.describe.config import Config
+from meshwright.describe.result import AXES
 from meshwright.describe.stack import Stack
 from meshwright.describe.toml_values import table
 from meshwright.errors import MeshwrightError
@@ -47,7 +48,7 @@ from meshwright.predict.prediction import predict
 from meshwright.units import counted
 
 PARTS = ("products", "attention", "elementwise", "host", "network")
-COORDINATE = dict(zip(PARTS, (1, 2, 3, 0, 4), strict=True))  # of the numbers: the one that makes a part free
+COORDINATE = dict(zip(PARTS, (1, 2, 3), strict=False))  # of the numbers: the one that makes a part free
 FREE, LEAST_LAUNCH = -30.0, math.log(1e-9)
 UNMEASURED = 1.5  # standard deviation of ln rates of a device that was never measured
 # A trace has them in each part: they become `launch`
@@ -197,7 +198,7 @@ def part_times(config: Config, x: np.ndarray) -> np.ndarray:
         no_host = row.copy()
         no_host[0] = LEAST_LAUNCH
         rows += [row, no_host]
-        for part in ("products", "attention", "elementwise", "network"):
+        for part in ("products", "attention", "elementwise"):
             free = (row if on_cpu else no_host).copy()
             free[COORDINATE[part]] = FREE
             if on_cpu and part == "elementwise":
@@ -206,9 +207,11 @@ def part_times(config: Config, x: np.ndarray) -> np.ndarray:
     coordinates = np.array(rows)
     program = step_program(c.model, [c.plan] * len(rows), c.workload, varied_stack(c.stack, 0, coordinates))
     cost = step_cost(program, c.cluster)
-    work = np.broadcast_to(cost.time - cost.exposed.get(BUBBLE, 0.0), len(rows)).reshape(len(x), 6)
+    work = np.broadcast_to(cost.time - cost.exposed.get(BUBBLE, 0.0), len(rows)).reshape(len(x), 5)
     whole = work[:, 0] if on_cpu else work[:, 1]
-    products, attention, elementwise, network = (whole - work[:, k] for k in range(2, 6))
+    products, attention, elementwise = (whole - work[:, k] for k in range(2, 5))
+    communication = sum(cost.exposed.get(axis, 0.0) for axis in AXES)
+    network = np.broadcast_to(communication, len(rows)).reshape(len(x), 5)[:, 0]
     host = np.zeros(len(x)) if on_cpu else work[:, 0] - work[:, 1]
     return np.maximum(np.stack([products, attention, elementwise, host, network], axis=1), 1e-12)
 

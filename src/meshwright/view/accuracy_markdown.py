@@ -47,11 +47,11 @@ HOW = """
 
 Constants of hardware come from measured products and collectives, from one H200, and from datasheets. A stack has switches (what is fused,
 what overlaps, its attention kernel, what selective recompute means, whether its dispatch removes duplicates) from its code and papers, and six
-numbers: host time of an operator; rates of matrix products, of attention and of collectives over their benchmarked rates; time of memory-bound
-operations over one pass per kernel; share of compute that hides communication. `meshwright calibrate --runs published` fits the numbers of all
-stacks at once (`calibrate/runs/stack_fit.py`): population → stack → source, each level normal with a prior, errors of a run
-Student's t with {freedom:g} degrees of freedom and a scale of {noise:.0%} (more where communication or the host dominate). All runs of a source
-count as at most {most:g}.
+numbers: host time of an operator; rates of matrix products, of attention and of collectives between nodes over their benchmarked rates (inside
+nodes collectives reach them); time of memory-bound operations over one pass per kernel; share of compute that hides communication. `meshwright
+calibrate --runs published` fits the numbers of all stacks at once (`calibrate/runs/stack_fit.py`): population → stack → source, each level normal
+with a prior, errors of a run Student's t with {freedom:g} degrees of freedom and a scale of {noise:.0%} (more where communication or the host
+dominate). All runs of a source count as at most {most:g}.
 Shares of peak are not fitted to runs (`benchmarks/shares.py` compares them with what was measured): those of H100 and H200 are what `meshwright
 bench` measured on one H200, those of B200 and MI355X come from measured products. The rates of GB200, B300 and GB300 come from NVIDIA's tables of
 its kernels (`tests/cost/test_published_kernels.py`). No operation of an A100 was measured: its products and copies

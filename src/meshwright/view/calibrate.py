@@ -94,7 +94,7 @@ FIELDS = {
     "products": "rate of matrix products over the benchmarked rate",
     "attention_rate": "rate of attention over the benchmarked rate",
     "elementwise": "time of memory-bound operations over one pass per kernel",
-    "network": "rate of collectives over the benchmarked rate",
+    "network": "rate of collectives between nodes over the benchmarked rate",
     "hides": "share of compute that hides communication",
     "allocator_slack": "share of live memory that the allocator holds in fragments",
 }

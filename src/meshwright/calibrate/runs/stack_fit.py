@@ -28,7 +28,7 @@ response for each launch time. The numbers, as coordinates that grow with the st
     products      −ln of the rate of matrix products over the benchmarked rate
     attention     −ln of the rate of attention kernels over the benchmarked rate
     elementwise   ln of the time of memory-bound operations over one pass per kernel
-    network       −ln of the rate of collectives over the benchmarked rate
+    network       −ln of the rate of collectives between nodes over the benchmarked rate
     exposed       logit of the share of compute that hides no communication (1 − hides)
 
 What runs of one source say of its numbers, when neither the distance of the source from its stack nor its noise is known.
