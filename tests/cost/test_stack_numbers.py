@@ -250,6 +250,25 @@ def test_tensors_of_a_layer():
         assert program.batch.layer_tensors == tensors
 
 
+@pytest.mark.parametrize(("precision", "read"), [("bf16", 2.0), ("fp8", 1.0)])
+def test_separate_projections_read_their_input_again_and_add_up_its_gradients(precision, read):
+    """Queries, keys and values: two more reads of the input, forward and for the weights; two more gradients of it, which a pass adds up."""
+    plan, work = Plan(replicate=16), WORK.but(precision=precision)
+    joined, separate = (
+        {op.name: op for phase in "FIW" for op in step_program(DENSE, plan, work, Stack(separate_projections=on)).blocks["dense", phase]}
+        for on in (False, True)
+    )  # fmt: skip
+    for product, several in (("qkv", 3), ("ffn-up", 2)):
+        elements = WORK.seq * DENSE.hidden  # one sequence a micro-batch
+        for suffix, bytes_each in (("", read), ("-dgrad", 2.0), ("-wgrad", read)):
+            one_op, ops = joined[product + suffix], separate[product + suffix]
+            assert one(ops.bytes - one_op.bytes) == pytest.approx((several - 1) * elements * bytes_each)
+            assert ops.launches == several * one_op.launches
+            assert one(ops.flops) == one(one_op.flops)
+        assert f"{product}-dgrad-sum" not in joined
+        assert one(separate[f"{product}-dgrad-sum"].bytes) == pytest.approx((several + 1) * elements * 2)
+
+
 def test_a_deduplicating_dispatch_sends_a_token_once_to_each_node():
     """k = 8 copies over two nodes reach 2(1 − 2⁻⁸) of them: a quarter of the copies."""
     plan = Plan(replicate=16, ep=16)

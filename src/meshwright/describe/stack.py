@@ -112,7 +112,7 @@ class Stack(Described):
     asynchronous: bool = True
     """the host runs ahead of the device; false where the host computes (CPU): their times add up"""
     separate_projections: bool = False
-    """q, k, v and gate, up are products of their own instead of one each"""
+    """q, k, v and gate, up are products of their own instead of one each: each reads its input again, and gradients of the input are added up"""
     joined_adapters: bool = False
     """the matrices of a product are one module, whose adapter is one pair of matrices"""
     graphs: tuple[Graphed, ...] = ()

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.describe.accelerator import DTYPE_BYTES
 from meshwright.describe.sharding import local_shape
 from meshwright.describe.sharding.parameters import adapter_styles
 from meshwright.describe.tensors import Linear, ParameterBlock
@@ -132,12 +133,13 @@ class BlockBuilder:
         launches: Array = 1.0,
         dtype: str = "",
         quantised: Sequence[str] = QUANTISED_IN,
+        separate: int = 1,
     ) -> None:
         """Add a product and its two backward products: input gradient (m,k,n) and weight gradient (k,n,m). A frozen weight has no gradient; a
         quantised one is brought to the dtype of the product first; an adapter adds its own two products. `quantised`: the phases in which a
-        kernel of its own quantises the input (F) and the gradient of the output (I) to blocks."""
+        kernel of its own quantises the input (F) and the gradient of the output (I) to blocks. `separate`: the products of which it consists."""
         linears = self.matrices(name)
-        self.product(name, part, m, n, k, products, launches, dtype, self.trained_share(linears), quantised)
+        self.product(name, part, m, n, k, products, launches, dtype, self.trained_share(linears), quantised, separate)
         if not self.m.adapter.on:
             return
         if packed := [linear for linear in linears if linear.packed]:
@@ -224,18 +226,24 @@ class BlockBuilder:
         dtype: str,
         trained: float = 1.0,
         quantised: Sequence[str] = QUANTISED_IN,
+        separate: int = 1,
     ) -> None:
-        """Add a product with its backward; the share `trained` of its outputs belongs to weights that have a gradient."""
+        """Add a product with its backward; the share `trained` of its outputs belongs to weights that have a gradient. Each of `separate`
+        products computes a part of the outputs: it reads the whole input, forward and for the gradient of its weight, and writes a gradient of the
+        whole input, which are added up."""
         flops = 2.0 * products * m * n * k
         e = self.element
+        launches = launches * separate
         size = products * (m * k + k * n + m * n) * e
+        operand = e if dtype else min(e, DTYPE_BYTES[self.b.workload.precision])
+        read, written = ((separate - 1) * products * m * k * x for x in (operand, e))
         weights = products * k * n * trained
         wide = self.wide_share if self.wide and not dtype else 0.0
         direct = "accumulate" in self.fused  # the product adds into the accumulated gradient
-        grown = products * (m * k + m * n * trained) * e + weights * (2 * self.b.grad_bytes if direct else e)
+        grown = products * (m * k + m * n * trained) * e + read + weights * (2 * self.b.grad_bytes if direct else e)
         for phase, suffix, work, moved, sides in (
-            ("F", "", flops, size, (m, n, k)),
-            ("I", "-dgrad", flops, size, (m, k, n)),
+            ("F", "", flops, size + read, (m, n, k)),
+            ("I", "-dgrad", flops, size + written, (m, k, n)),
             ("W", "-wgrad", flops * trained, grown, (k, n * trained, m)),
         ):
             if phase == "W" and not trained:
@@ -244,6 +252,8 @@ class BlockBuilder:
             self.phases[phase].append(op)
             if wide:
                 self.phases[phase].append(replace(op, name=f"{op.name}-wide", count=wide, dtype=self.wide))
+        if separate > 1:
+            self.memory("I", f"{name}-dgrad-sum", part, products * m * k * e, separate + 1, separate - 1)
         if not direct and trained:
             self.accumulate(name, part, weights, launches)
         precision = self.b.workload.precision

@@ -83,9 +83,9 @@ class LayerLowering(BlockBuilder):
         """Queries, keys and values from the hidden state, in one product where the stack fuses them."""
         linears = [linear for name, linear in self.linears.items() if name in ("q", "k", "v", "gate")]
         self.enter_columns("attention", self.m.hidden, "qkv")
-        launches = len(linears) if self.b.stack.separate_projections else 1
+        separate = len(linears) if self.b.stack.separate_projections else 1
         width = sum(map(self.columns, linears))
-        self.gemm("qkv", "attention", self.b.tokens, width, self.m.hidden, launches=launches)
+        self.gemm("qkv", "attention", self.b.tokens, width, self.m.hidden, separate=separate)
 
     def project_latents(self) -> None:
         """Latents, then queries, keys and values from them. The down-projections are whole on every rank; under sp they run on its own tokens,
@@ -248,8 +248,8 @@ class LayerLowering(BlockBuilder):
         if edges:
             self.enter_columns(part, m.hidden, f"{part}-up")
         columns = 2 if m.gated else 1
-        launches = columns if b.stack.separate_projections else 1
-        self.gemm(f"{part}-up", part, b.tokens, local * columns, m.hidden, launches=launches)
+        separate = columns if b.stack.separate_projections else 1
+        self.gemm(f"{part}-up", part, b.tokens, local * columns, m.hidden, separate=separate)
         self.activation(part, b.tokens * local * self.element)
         self.gemm(f"{part}-down", part, b.tokens, m.hidden, local)
         if edges:
