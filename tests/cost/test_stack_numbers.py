@@ -269,6 +269,13 @@ def test_separate_projections_read_their_input_again_and_add_up_its_gradients(pr
         assert one(separate[f"{product}-dgrad-sum"].bytes) == pytest.approx((several + 1) * elements * 2)
 
 
+def test_torch_takes_the_vendors_attention_where_flash_attention_has_no_kernels():
+    """torch's scaled_dot_product_attention: cuDNN's on Blackwell, flash attention elsewhere."""
+    for name, kernel in (("h100-sxm", "flash"), ("a100-80gb", "flash"), ("b200", "fused"), ("gb300", "fused")):
+        device = catalog.load("accelerators", name).efficiency
+        assert device.attention("sdpa") == device.attention(kernel)
+
+
 def test_a_deduplicating_dispatch_sends_a_token_once_to_each_node():
     """k = 8 copies over two nodes reach 2(1 − 2⁻⁸) of them: a quarter of the copies."""
     plan = Plan(replicate=16, ep=16)

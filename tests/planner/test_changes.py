@@ -43,7 +43,7 @@ def test_the_best_single_change_comes_first() -> None:
 
 
 def test_a_pair_makes_room_for_the_faster_plan() -> None:
-    c = config("llama3-70b", "dgx-h100", 64, 512, 8192, tp=8, sp=True, pp=2, shard=4, zero=1, recompute="selective")
+    c = config("llama3-70b", "dgx-h100", 64, 512, 8192, tp=8, sp=True, pp=4, shard=2, zero=1, recompute="selective")
     best = first_changes(c)[0]
     assert len(best.fields) == 2
     assert best.fits

@@ -260,7 +260,7 @@ def test_tensor_parallelism_spread_by_the_axis_order_is_found() -> None:
 
 def test_a_faster_value_is_found_without_a_rule_for_it() -> None:
     """Tensor parallelism without sequence parallelism repeats norms, and holds their outputs on each rank (Korthikanti et al. 2022)."""
-    c = config("llama2-13b", "dgx-h100", 8, 128, 2048, tp=8, sp=False, microbatch=8)
+    c = config("llama2-13b", "dgx-h100", 8, 128, 2048, "torch-compile", tp=8, sp=False, microbatch=4)
     found = {f.code: f for f in lint.check(c)}
     assert found["MW-LINT-020"].severity == "warning"
     saved = step(estimate(c)) - step(estimate(overridden(c, found["MW-LINT-020"].fix)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, field_validator
 
 from meshwright.describe.base import Bytes, Described, Flops, Rate, Seconds
@@ -45,6 +47,8 @@ class Efficiency(Described):
     """the vendor's fused attention"""
     scan: float = Field(default=0.5, gt=0, le=1)
     """the kernels of a chunked scan (Mamba-2), of the rates of flash attention and of copies; fitted to runs on H100"""
+    sdpa: Literal["flash", "fused"] = "flash"
+    """the kernel that torch's scaled_dot_product_attention takes. fused: flash attention 2 has no kernels for the device (Blackwell)"""
     memory: float = Field(default=0.77, gt=0, le=1)
     """elementwise kernels, of memory bandwidth"""
     tile: float = Field(default=128.0, ge=1)
@@ -72,7 +76,9 @@ class Efficiency(Described):
 
     def attention(self, kernel: str) -> float:
         """The share of the peak rate that an attention kernel (`Stack.attention`) sustains."""
-        return self.fused if kernel == "fused" else self.flash * (TRITON_FLASH if kernel == "triton" else 1.0)
+        if (self.sdpa if kernel == "sdpa" else kernel) == "fused":
+            return self.fused
+        return self.flash * (TRITON_FLASH if kernel == "triton" else 1.0)
 
     @property
     def measured(self) -> bool:

@@ -119,8 +119,9 @@ class Stack(Described):
     """what is replayed from CUDA graphs, or compiled away, at almost no host time. step: all launches. attention: the mixer of a layer with its
     norm. router: the router of experts, shared experts and their norm. ffn: the dense FFN with its norm"""
     fused: tuple[Fused, ...] = ("norm", "activation", "rope", "bias-dropout", "softmax", "optimizer", "accumulate")
-    attention: Literal["flash", "triton", "fused", "stored"] = "flash"
-    """flash: recomputes the softmax; triton: its first version in Triton; fused: vendor's flash; stored: keeps the scores"""
+    attention: Literal["flash", "triton", "fused", "sdpa", "stored"] = "flash"
+    """flash: recomputes the softmax; triton: its first version in Triton; fused: vendor's flash; sdpa: the one of the two that torch's
+    scaled_dot_product_attention takes on the device; stored: keeps the scores"""
     dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
     """deduplicated: a token is sent to another node once, for all its experts there (DeepEP), not once for each expert"""
     tiled_context: bool = False

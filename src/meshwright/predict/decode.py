@@ -108,7 +108,9 @@ class Decoding:
         """The lowered step of `seq` tokens of these numbers of sequences in a replica."""
         c = self.config
         plan = Plan(tp=c.plan.tp, replicate=c.plan.dp, ep=c.plan.ep, expert_tp=c.plan.expert_tp, order=c.plan.order)
-        stack = Stack(dispatch=c.stack.dispatch, graphs=("step",))
+        stack = Stack(
+            graphs=("step",)
+        )  # kernels for few tokens send every copy of a token (DeepEP: low_latency_dispatch)
         # Adapters are merged into a base that is not quantised.
         adapter = c.model.adapter if c.model.adapter.base in PACKINGS else Adapter()
         model = c.model.but(mtp_layers=0, dropout=0.0, attention_dropout=0.0, adapter=adapter)
