@@ -226,7 +226,7 @@ class LayerLowering(BlockBuilder):
 
     def _context_blocks(self, heads: Array, gather: Array) -> None:
         """torch's `context_parallel`: K and V, repeated to the heads of Q, are gathered behind the rank's own block; the gradients of each block go
-        round the ranks in fp32. The outputs of blocks are merged, and their gradients summed, in fp32: in bytes of an element of Q,
+        round the ranks in fp32, and at last home. The outputs of blocks are merged, and their gradients summed, in fp32: in bytes of an element of Q,
 
             merge     read the sum (4) and a block (2), write the sum (4)
             backward  the same for the gradients of Q, K and V; those of K and V are also copied to a message (4 + 4 each)
@@ -237,7 +237,7 @@ class LayerLowering(BlockBuilder):
         blocks = gather * (b.cp - 1)
         for phase, name in (("F", "gather-kv"), ("I", "gather-kv-again")):
             self.collective(phase, name, "attention", "all_gather", "cp", kv * self.element * b.cp, gather)
-        self.collective("I", "ring-kv-grad", "attention", "send", "cp", kv * 4.0, blocks)
+        self.collective("I", "ring-kv-grad", "attention", "send", "cp", kv * 4.0, gather * b.cp)
         self.memory("F", "merge-blocks", "attention", q * core.v / core.qk, 10, 1, blocks)
         self.memory("I", "sum-blocks", "attention", 10 * q + 18 * kv, 1, 3, blocks)
 

@@ -269,7 +269,9 @@ def _sharding(c: PublishedRun, d: RowDegrees, several: bool) -> Json:
     if on != stack.overlap:
         fields["overlap"] = on
     if zero == 3:  # ZeRO-3 prefetches its all-gathers even if the stack has no other overlap
-        fields["overlap"] = tuple(dict.fromkeys(("dp", *on, *(("cp",) if d.cp > 1 and stack.overlap else ()))))
+        ring = (*stack.can.cp_kinds, "ring")[0] == "ring"
+        beside = ("cp",) if d.cp > 1 and stack.overlaps("cp", True, 3, ring) else ()
+        fields["overlap"] = tuple(dict.fromkeys(("dp", *on, *beside)))
         if stack.defers_reduction and several and d.pp == 1:
             fields["reduce"] = "step"
         if stack.keeps_expert_weights and integer(c.row["ep"]) > 1:
