@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.describe.config import load
 from meshwright.describe.run_folder import STEPS, json_line
+from meshwright.errors import MeshwrightError
 from meshwright.explain.beside import beside_plan
 from meshwright.explain.explanation import explain_traces
 from meshwright.explain.folder import read_traces
@@ -19,7 +20,7 @@ from meshwright.view.json_schema import schema_of
 from meshwright.view.page.shapes import SHAPES
 from meshwright.view.page.subject import Subject
 from meshwright.view.report import page as report
-from meshwright.view.traces import html
+from meshwright.view.traces import data, html
 from web.browser import shows, until
 from web.running import start, stop
 from web.test_page_views import violations
@@ -27,6 +28,12 @@ from web.test_page_views import violations
 Open = Callable[..., Any]
 CONFIG = load("examples/demo-dp2-tp2.toml")
 TRACES = Path(__file__).parents[1] / "explain" / "traces"
+WRITTEN = """() => {
+  const { prototype } = CanvasRenderingContext2D, { fillText } = prototype;
+  window.written = [];
+  prototype.fillText = function (text, ...place) { written.push(text); fillText.call(this, text, ...place); };
+  document.dispatchEvent(new CustomEvent("meshwright:theme"));
+}"""
 LOSS = "#view .charts .panel:first-child"
 
 
@@ -99,6 +106,13 @@ def test_the_end_of_a_run_brings_its_parts_and_timeline(server: str, open_page: 
     lanes.focus()
     page.keyboard.press(".")
     shows(page, "0F0", "#view output")
+    begin_run(run_folders / "untraced", [5.5, 5.25])
+    page.goto(address(server, "untraced", "ending"))  # what another run has stands under its name
+    page.get_by_role("link", name="Timeline").last.click()
+    shows(page, "untraced still trains", "#view")
+    shows(page, "A measured step above the simulated one: ending", "#view")
+    page.get_by_role("link", name="Predicted and measured").click()
+    shows(page, "ending: rank 0, the busiest", "#view")
 
 
 def test_the_page_goes_on_when_the_server_comes_back(open_page: Open, tmp_path: Path) -> None:
@@ -156,6 +170,13 @@ def test_traced_steps_are_strips_above_their_prediction(open_page: Open, tmp_pat
         lanes = page.locator("#view canvas[aria-label*='rank 0']").get_attribute("aria-label")
         assert lanes.count("rank ") == ranks
         assert ("predicted" in lanes) == (run == "gpu-odd-shape")
+        if run == "ddp-slow-rank":  # the strip says its own length, the tile the mean of all steps
+            pieces = [
+                piece for rank in data(e, MeshwrightError("MW-EXPL-001", ""))["ranks"] for piece in rank["pieces"]
+            ]
+            length = max(start + seconds for start, seconds, _ in pieces)
+            page.evaluate(WRITTEN)
+            until(page, f"written.includes('{1e3 * length:.0f} ms')")
         shows(page, "From the predicted" if run == "gpu-odd-shape" else "No prediction beside it", "#view")
 
 

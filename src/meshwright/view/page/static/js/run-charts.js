@@ -3,7 +3,7 @@
 
 import { bars } from "meshwright/bars.js";
 import { curves as draw } from "meshwright/curves.js";
-import { contentWidth, empty, format, formula, h, hide, legend, panel, rule, scatter, show, svg, table } from "meshwright/draw.js";
+import { contentWidth, empty, format, formula, h, hide, label as write, legend, panel, rule, scatter, show, svg, table } from "meshwright/draw.js";
 import { firstAfter, laneOf, lanes } from "meshwright/lanes.js";
 import * as part from "meshwright/parts.js";
 
@@ -97,6 +97,7 @@ function curve(box, { title, key, lines, text, evaluated = "", expected = null, 
       { points: extra, only: true, shape: "diamond", radius: 3.5, focus: false }],
     marks: events.map((e) => ({ at: e.step, colour: MARKS[e.kind][0], dash: "3 2", title: `Step ${format.whole(e.step)}: ${e.text}` })),
   }), { x, y, root } = chart;
+  if (all > y.domain[1]) write(chart, `up to ${text(all)}`, chart.width, -2, { anchor: "end", size: 11, colour: "quiet" });
 
   const pointer = svg("g", { "pointer-events": "none" });
   chart.plot.append(pointer);
@@ -138,13 +139,13 @@ function curve(box, { title, key, lines, text, evaluated = "", expected = null, 
 }
 
 /** Exposed seconds of the busiest rank by part, measured (in the colour of the run) and predicted (hatched). */
-export function parts(element, runs) {
-  const box = element.appendChild(panel("By part of the step", runs.map(({ run }) => `${runs.length > 1 ? `${run.name}: ` : ""}rank ${run.parts.communication.busiest_rank}, the busiest, mean of ${run.parts.communication.steps} steps`).join("; ") + ". Hatched: predicted."));
+export function parts(element, runs, named) {
+  const box = element.appendChild(panel("By part of the step", runs.map(({ run }) => `${named ? `${run.name}: ` : ""}rank ${run.parts.communication.busiest_rank}, the busiest, mean of ${run.parts.communication.steps} steps`).join("; ") + ". Hatched: predicted."));
   const of = (c, name) => [c.exposed_s[name] ?? 0, c.predicted_exposed_s[name] ?? 0], all = runs.map(({ run }) => run.parts.communication);
   const names = [...new Set(all.flatMap((c) => [...Object.keys(c.exposed_s), ...Object.keys(c.predicted_exposed_s)]))].filter((name) => all.some((c) => of(c, name).some(Boolean)));
   const rows = names.flatMap((name) => runs.flatMap(({ run, colour }, k) => of(run.parts.communication, name).map((value, predicted) => ({ label: k || predicted ? "" : part.NAMES[name] ?? name, text: value ? format.seconds(value) : "", parts: [{ value, colour, pattern: predicted ? "hatch" : null, formula: `${part.NAMES[name] ?? name}, ${predicted ? "predicted" : "measured"}${runs.length > 1 ? ` in ${run.name}` : ""}: ${format.seconds(value)}` }] }))));
   bars(box, rows, { left: element.clientWidth < 480 ? 96 : 130, tall: 18, focus: false, x: { seconds: "" }, label: rows.map((r) => r.parts[0].formula).join("; ") });
-  box.append(legend(runs.flatMap(({ run, colour }) => [{ label: runs.length > 1 ? `${run.name}, measured` : "measured", colour }, { label: "predicted", colour, pattern: "hatch" }])));
+  box.append(legend(runs.flatMap(({ run, colour }) => [{ label: named ? `${run.name}, measured` : "measured", colour }, { label: named ? `${run.name}, predicted` : "predicted", colour, pattern: "hatch" }])));
 }
 
 const FILL = { F: "forward", B: "backward", I: "input-gradient", W: "weight", optimizer: "optimizer", overhead: "host" };

@@ -21,7 +21,7 @@ const set = (changes) => state.set("page.options.runs", { ...options(), ...chang
 const names = () => known.list?.runs.map((r) => r.name) ?? [];
 /** The names of the runs that are drawn; the first one is in the head. */
 function shown() {
-  const all = names(), wanted = (options().shown ?? []).filter((name) => all.includes(name)).slice(0, MOST);
+  const all = names(), wanted = [options().shown ?? []].flat().filter((name) => all.includes(name)).slice(0, MOST);
   return wanted.length ? wanted : all.slice(0, 1);
 }
 
@@ -81,17 +81,17 @@ export const views = [
     if (!runs[0].comparable) body.append(h("p", { class: "notice" }, `The prediction is for ${first.accelerator}, the run used CPU processes: times do not compare.`));
     if (proof) body.append(proved(proof));
     const measured = runs.filter(({ run }) => run.parts.communication?.exposed_s && run.parts.communication.predicted_exposed_s);
-    if (measured.length) parts(body, measured);
+    if (measured.length) parts(body, measured, runs.length > 1);
     if (difference) body.append(panel(`Every quantity of ${first.name}`, "What both the prediction and the run have.", table([
       ["quantity", "what"], ...["predicted", "measured"].map((side) => [side, (row) => quantity(row[side], row.unit), "plain"]),
       ["error", (row) => (row.measured ? format.change(row.predicted / row.measured - 1) : "–"), "plain"],
     ], difference, { name: "Prediction and measurement" })));
-    if (!measured.length && !difference) body.append(later(first, "The parts of a step are measured at the end of a run."));
+    if (!measured.includes(runs[0]) && !difference) body.append(later(first, "The parts of a step are measured at the end of a run."));
   }),
   runsView("run-steps", "A measured step", "Timeline", (body, runs) => {
     const timed = runs.filter(({ run }) => run.parts.timeline?.measured?.length);
-    if (!timed.length) body.append(later(runs[0].run, "A step is traced at the end of a run."));
-    for (const { run } of timed.slice(0, 2)) steps(body, run.parts.timeline, timed.length > 1 ? run.name : "");
+    if (!timed.includes(runs[0])) body.append(later(runs[0].run, "A step is traced at the end of a run."));
+    for (const { run } of timed.slice(0, 2)) steps(body, run.parts.timeline, runs.length > 1 ? run.name : "");
   }),
   runsView("run-events", "Faults and checkpoints", "Faults and checkpoints", (body, runs) => {
     history(body, runs);
@@ -100,7 +100,7 @@ export const views = [
   }),
 ];
 
-const later = (run, words) => empty(run.state === "running" ? `${words} This one still trains.` : `${words} This one has none.`);
+const later = (run, words) => empty(`${words} ${run.name} ${run.state === "running" ? "still trains" : "has none"}.`);
 
 function content(body, draw) {
   clear(body);
