@@ -76,10 +76,12 @@ def test_a_file_that_is_not_known_changes_nothing(server: str, open_page: Open, 
     before = page.url
     wrong = {"cluster.toml": "[cluster]\nprice = \n",
              "words.txt": "some words", "other.json": '{"a": 1}', "scenarios.json": '{"scenarios": [{"name": 3}]}',
-             "run.toml": "[run]\nsteps = 3\n", "model.toml": '[model]\nname = "none"\nlayers = -3\n'}  # fmt: skip
+             "run.toml": "[run]\nsteps = 3\n", "model.toml": '[model]\nname = "none"\nlayers = -3\n',
+             "deep.json": "[" * 9000 + "]" * 9000}  # fmt: skip
     for name, text in wrong.items():
         opened(page, tmp_path / name, text)
         page.locator("#files .notice.error").wait_for()
+        assert "RangeError" not in page.locator("#files").inner_text()
         assert page.url == before, name
         page.evaluate("document.querySelectorAll('#files .notice').forEach((node) => node.remove())")
 

@@ -334,6 +334,10 @@ def test_settings_of_another_framework_both_ways(server: str) -> None:
     assert back["kind"].startswith("settings of torchtitan, ")
     assert back["config"]["plan"]["tp"] == PLAN_FILE["plan"]["tp"]
     assert back["config"]["model"] == PLAN_FILE["model"]
+    words = "pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --micro-batch-size 1"
+    part = ask(server, "/api/file", {"lines": [words], "name": "run.sh", "gpus": 16})
+    assert part["kind"] == "settings of Megatron-LM, 4 read, without the model's vocab"
+    assert "model" not in part["config"]
 
 
 def test_a_worker_killed_with_its_last_message_on_the_way_is_replaced() -> None:

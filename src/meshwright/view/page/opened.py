@@ -30,9 +30,9 @@ def opened(name: str, text: str, gpus: int = 0) -> Json:
     reading = read_settings(name, gpus=gpus, text=text)
     others = reading.understood.others
     unread = [f"{key} ({kind})" for kind in ("unknown", "not modelled", "no effect") for key in others.get(kind, [])]
-    return answer(
-        f"settings of {reading.framework.title}, {len(reading.understood.used)} read", sections(reading), unread
-    )
+    lacking = "" if reading.shape.complete else f", without the model's {', '.join(reading.shape.missing) or 'shape'}"
+    kind = f"settings of {reading.framework.title}, {len(reading.understood.used)} read{lacking}"
+    return answer(kind, sections(reading), unread)
 
 
 def table(name: str, text: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import * as state from "meshwright/state.js";
 
 const RECORDED = /(^|\/)rank-\d+\/(rank\.json|step-\d+\.(json|safetensors))$/, TRACE = /\.json(\.gz)?$/i;
 const HEAD = 1 << 16; // bytes of a file that are looked at
-const MOST_BYTES = 1 << 20, MOST_FILES = 8; // of a plan, and how many of its parts are opened together
+const MOST_BYTES = 1 << 16, MOST_FILES = 8; // of a plan, and how many of its parts are opened together
 const VIEWS = { trace: "traced", recording: "checked" };
 const results = new Map(); // by view: { data, files, reference } or { error, files }
 const listeners = new Set(), notice = h("div", { id: "files", "aria-live": "polite" });
@@ -118,10 +118,13 @@ async function open(files) {
 async function part(file, name) {
   if (file.size > MOST_BYTES) throw new source.Refusal(failed(`'${name}' has ${format.bytes(file.size)}`, `A part of a plan has at most ${format.bytes(MOST_BYTES)}; traces and recordings may be larger`));
   const text = await file.text();
-  let json = null;
-  try { json = JSON.parse(text); } catch { /* not JSON: the server reads it */ }
+  let json = null, lines = text;
+  try {
+    json = JSON.parse(text);
+    lines = JSON.stringify(json, null, 1);
+  } catch { /* not JSON, or too deep: the server says what is wrong */ }
   if (Array.isArray(json?.scenarios)) return scenarios(json);
-  return source.file({ name, lines: (json === null ? text : JSON.stringify(json, null, 1)).split("\n"), gpus: gpus() });
+  return source.file({ name, lines: lines.split("\n"), gpus: gpus() });
 }
 
 /** The scenarios of a file that the page wrote. */
