@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 import meshwright as mw
+from meshwright.describe.config import Config
+from meshwright.predict.estimate import estimate
+from meshwright.view.page import published
 from web.browser import READY, fragment, settled, shows, until
 
 Open = Callable[..., Any]
@@ -133,7 +136,7 @@ def test_an_impossible_number_is_marked_at_its_field(server: str, open_page: Ope
     page = open_page(server + "/" + SMALL, refused=True)
     page.wait_for_load_state("networkidle")
     field, before = page.get_by_role("spinbutton", name="GPUs, exact"), page.url
-    for wrong, why in (("-3", "whole number"), ("1000000", "GPUs")):
+    for wrong, why in (("-3", "whole number"), ("1000000", "No other values of the plan")):
         field.fill(wrong)
         field.press("Enter")
         page.locator("fieldset p.why", has_text=why).wait_for()
@@ -281,6 +284,8 @@ def test_scenarios_are_opened_renamed_and_at_most_eight(server: str, open_page: 
     assert name.input_value() == "base & <b>"
     other.get_by_role("button", name="open", exact=True).first.click()
     until(other, "location.hash.includes('workload.batch=64')")
+    labels = other.locator("#scenarios svg").first.locator(".axis text").all_text_contents()
+    assert len({label for label in labels if "…" in label}) == 7  # scenarios of one model have different labels
 
 
 def test_a_scenario_that_the_server_could_not_compute_is_asked_for_again(server: str, open_page: Open) -> None:
@@ -313,6 +318,22 @@ def test_find_the_best_puts_the_winner_into_the_plan(server: str, open_page: Ope
     best = mw.plan("tiny", "dgx-h100", gpus=8, batch=64, seq=1024, stack="megatron-core")
     until(page, "document.querySelector('#view tbody tr.chosen') !== null")
     assert best.plan.title() in page.locator("#view tbody tr").first.inner_text()
+
+
+def test_a_preset_leaves_nothing_of_what_the_page_showed_before(server: str, open_page: Open) -> None:
+    page = open_page(server + "/" + SMALL + "&adapter.rank=16")
+    page.get_by_label("Start from").select_option(label="Mixtral 8x7B on 128: mixtral-8x7b")
+    shows(page, "on 128 × h100")
+    state = page.evaluate("import('meshwright/state.js').then((m) => m.config())")
+    run = next(run for run in published.all_runs() if run["run"] == "mixtral-8x7b")
+    assert estimate(Config.from_document(state)).prediction.step_time_s == pytest.approx(run["predicted_s"], rel=1e-4)
+
+
+def test_an_address_with_values_of_other_types_is_drawn(server: str, open_page: Open) -> None:
+    page = open_page(server + "/#view=runs&options.runs.shown=3")
+    page.get_by_text("runs in", exact=False).first.wait_for()
+    page = open_page(server + "/" + SMALL + "&plan.overlap=5", refused=True)
+    shows(page, "plan.overlap = 5 is not valid", "#verdict")
 
 
 def test_a_model_name_is_text_and_never_markup(server: str, open_page: Open) -> None:

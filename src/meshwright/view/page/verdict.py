@@ -56,9 +56,9 @@ def headline(e: Estimate) -> str:
     spare = p.memory_limit_gib - (p.memory_gib or 0)
     words = f"{p.memory_fit[0].upper()}{p.memory_fit[1:]}"
     if p.fits:
-        return f"{words}, {spare:.1f} GiB free."
+        return f"{words}, {spare:,.1f} GiB free."
     part, gib = max(p.memory_by_stage[p.fullest_stage].items(), key=lambda one: one[1])
-    return f"{words}: {-spare:.1f} GiB over the limit on stage {p.fullest_stage}, where {part} take {gib:.1f} GiB."
+    return f"{words}: {-spare:,.1f} GiB over the limit on stage {p.fullest_stage}, where {part} take {gib:,.1f} GiB."
 
 
 def sentence(e: Estimate) -> str:

@@ -30,7 +30,8 @@ const TIMES = [[86400, "days"], [3600, "h"], [1, "s"], [1e-3, "ms"], [1e-6, "µs
 export function seconds(value, digits = 3) {
   if (!value || !Number.isFinite(value)) return value === 0 ? "0 s" : number(value);
   const [factor, unit] = TIMES.find(([least]) => Math.abs(value) >= least) ?? TIMES.at(-1);
-  return `${number(value / factor, digits)} ${unit}`;
+  const text = number(value / factor, digits);
+  return `${text} ${text === "1" && unit === "days" ? "day" : unit}`;
 }
 
 /** Bytes with decimal prefixes: 6.06e12 → "6.06 TB". */

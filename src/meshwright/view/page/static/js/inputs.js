@@ -61,7 +61,7 @@ export async function mendAfter(changes, fail = null, illegal = !fail) {
   try {
     const found = await source.mend(next);
     if (mine !== turn) return null;
-    if (found.problem && !found.mend && !illegal) throw new source.Refusal(found.problem);
+    if (found.problem && !found.mend && !illegal) throw new source.Refusal({ ...found.problem, why: [found.problem.why, "No other values of the plan make it legal"].filter(Boolean).join(". ") });
     const mend = found.mend ?? {};
     apply({ ...settle().changes, ...mend });
     const followed = Object.entries(mend).map(([path, value]) => `${path.replace("plan.", "")} = ${value}`).join(", ");
@@ -154,7 +154,7 @@ function planSection() {
     return follow(box, () => [overlaps().includes(axis)]);
   });
   const stackOverlap = () => catalog.stacks.find((s) => s.name === nameOf(state.get().stack))?.overlap ?? ["dp"];
-  const overlaps = () => now("plan.overlap") ?? stackOverlap();
+  const overlaps = () => [now("plan.overlap") ?? stackOverlap()].flat();
   const needs = (test, why) => () => ({ disabled: !test(), why });
   const layers = entry("Layers of each stage, such as 7, 9, 9, 7", about("plan.layers_per_stage"), (value) => apply({ "plan.layers_per_stage": (value?.match(/\d+/g) ?? []).map(Number) }), { type: "text", placeholder: "as even as possible" });
   const stageLayers = follow(layers, () => [[now("plan.layers_per_stage")].flat().join(", ")]);
@@ -192,7 +192,7 @@ export async function begin(element) {
   form = element;
   form.addEventListener("submit", (event) => event.preventDefault());
   if (!source.live) {
-    form.append(h("div", { class: "notice" }, h("p", null, "This file shows one plan. To change its inputs, open the live page:"), h("p", null, h("code", null, source.command))), readOnly());
+    form.append(readOnly(), h("p", { class: "sentence" }, "This file shows one plan. To change its inputs, open the live page: ", h("code", null, source.command)));
     return;
   }
   problems = h("div", { "aria-live": "polite" });
@@ -210,8 +210,8 @@ export async function begin(element) {
 }
 
 function readOnly() {
-  const rows = Object.entries(state.config()).map(([name, part]) => [h("dt", null, name), h("dd", null, typeof part === "string" ? part : Object.entries(part).map(([k, v]) => h("div", null, `${k} = ${typeof v === "object" ? JSON.stringify(v) : v}`)))]);
-  return h("dl", { class: "read-only" }, rows);
+  const rows = Object.entries(state.config()).filter(([, part]) => Object.keys(part).length).map(([name, part]) => [h("dt", null, name), h("dd", null, typeof part === "string" ? part : Object.entries(part).map(([k, v]) => h("div", null, `${k} = ${typeof v === "object" ? JSON.stringify(v) : v}`)))]);
+  return h("dl", { class: "read-only" }, rows.map((row) => h("div", null, row)));
 }
 
 const show = () => widgets.forEach((f) => f());

@@ -71,7 +71,7 @@ export async function draw(element) {
 function chart(box, title, list, unit, partsOf, text, limitOf = () => 0) {
   const words = list.map(({ name }) => name.split(", ")), pinned = words.slice(1);
   const own = words.map((parts, i) => (i && parts.filter((part) => pinned.length < 2 || !pinned.every((other) => other.includes(part))).join(", ")) || list[i].name);
-  const rows = list.map((one, i) => ({ key: { scenario: one.i }, label: own[i].length > 23 ? `${own[i].slice(0, 22)}…` : own[i], text: text(one),
+  const rows = list.map((one, i) => ({ key: { scenario: one.i }, label: own[i].length > 23 ? `${own[i].slice(0, 17)}…${own[i].slice(-5)}` : own[i], text: text(one),
     tone: one.data.fits ? "ink" : "bad", limit: limitOf(one), parts: partsOf(one) }));
   bars(box, rows, { left: 150, right: 74, weight: 600, focus: false, x: { label: unit }, label: `${title}: ${list.map((one) => `${one.name} ${text(one)}`).join("; ")}` });
   const used = new Map(rows.flatMap((r) => r.parts.filter((p) => p.value > 0).map((p) => [p.name, p])));
@@ -105,7 +105,7 @@ const leaves = (value, path) => (value !== null && typeof value === "object" && 
 function heading({ name, config, i }) {
   if (!i) return "Now";
   const { pins } = state.get().page, change = (list) => state.set("page.pins", list), at = i - 1;
-  return h("span", { class: "pin" }, h("input", { type: "text", value: name, maxlength: 80, "aria-label": `Name of scenario ${i}`, onchange: (event) => change(pins.map((one, k) => (k === at ? { ...one, name: event.currentTarget.value.trim() || name } : one))) }),
+  return h("span", { class: "pin" }, h("input", { type: "text", value: name, title: name, maxlength: 80, "aria-label": `Name of scenario ${i}`, onchange: (event) => change(pins.map((one, k) => (k === at ? { ...one, name: event.currentTarget.value.trim() || name } : one))) }),
     button("open", () => state.update(structuredClone(config)), { class: "link" }), button("remove", () => change(pins.filter((_, k) => k !== at)), { class: "link" }));
 }
 

@@ -25,7 +25,7 @@ export const view = {
     if (context.live) box.append(controls(...Object.entries(CHOICES).map(select)));
     const from = Math.max(0, Math.floor(Math.min(...curve.map((p) => p.goodput)) * 10) / 10), points = curve.map((p) => ({ x: p.interval_s, y: p.goodput, formula: p.formula }));
     curves(box, { label: data.note, height: 300, left: 68, y: { from, to: 1, label: "goodput", format: (v) => format.percent(v, from > 0.85 ? 1 : 0) },
-      x: { log: 10, label: "time between checkpoints", ticks: TICKS.filter((t) => t >= points[0].x && t <= points.at(-1).x), format: (v) => format.seconds(v) },
+      x: { log: 10, label: "time between checkpoints", ticks: TICKS.filter((t) => t >= points[0].x && t <= points.at(-1).x), format: (v) => (v >= 60 && v < 3600 ? `${v / 60} min` : format.seconds(v)) },
       marks: [{ at: daly, words: `Daly ${format.seconds(daly)}`, colour: "optimizer", low: true }], series: [
         { points, colour: "compute", dots: false },
         { points: points.filter((_, i) => i % 4 === 0), colour: "compute", only: true },

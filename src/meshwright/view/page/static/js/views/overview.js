@@ -30,7 +30,7 @@ function changes(element, advice, context) {
     item(c.title, `${c.follows ? `, with ${c.follows}` : ""}: ${effect}; ${format.gib(c.memory_gib)}`, apply(c.set));
   }
   for (const f of advice.findings) item(`${f.name[0].toUpperCase()}${f.name.slice(1)}. `, `${f.what}.${f.cost_s ? ` Costs ${share(f.cost_s)}.` : ""}`, f.saves_s > 0 && apply(f.set));
-  element.append(list.children.length ? list : h("p", null, "No change of one or two fields makes this plan faster."));
+  element.append(list.children.length ? list : h("p", null, "No change of one or two fields saves more than 0.1% of the step."));
 }
 
 /** What the numbers are of, and the targets. */
