@@ -73,8 +73,7 @@ graphs of the whole step are predicted as well as others with them, and half too
 expert ranks; one of its runs on GB300 has a slow kernel (NVIDIA/cudnn-frontend#256, as its table says). Qwen3 235B with plain all-to-alls between
 nodes is predicted too slow. Attention in mxfp8 is not modelled: by NVIDIA's tables (cudnn-frontend, benchmark/sdpa_benchmark_training) it gains
 nothing with heads of 128, and a quarter with DeepSeek's. Nor are products that a recipe keeps in bf16 in every layer, and rows that graphs of
-the whole step pad. [Plan quality](plan-quality.md) has the choices of plans.
-The runs of vtrain_ground_truth that wait for the host are predicted 10% too fast: its host is slower than those of other sources of Megatron-LM."""
+the whole step pad. [Plan quality](plan-quality.md) has the choices of plans."""
 
 
 BAND_COLUMNS = (
