@@ -10,10 +10,12 @@ import pytest
 from meshwright.errors import MeshwrightError
 from meshwright.interop import rules_megatron, rules_torch
 from meshwright.interop.files import configure, read_settings
+from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.interop.recipes import check
 from meshwright.interop.rules import SettingsOptions
 from meshwright.interop.rules_megatron import MEGATRON_RULES
 from meshwright.interop.rules_torch import TORCH_RULES
+from meshwright.interop.write import write_file
 
 MODEL = ["--num-layers", "8", "--hidden-size", "512", "--num-attention-heads", "8", "--vocab-size", "32000"]
 BATCH = ["--seq-length", "1024", "--micro-batch-size", "1", "--global-batch-size", "64", "--bf16"]
@@ -308,3 +310,15 @@ def test_the_fix_of_an_illegal_script_works(changes: str, code: str, tmp_path: P
         configure(plan=script, cluster="dgx-h100", gpus=64)
     assert raised.value.code == code
     configure(plan=script, cluster="dgx-h100", gpus=64, set=[raised.value.fix.removeprefix("--set ")])
+
+
+def test_what_a_script_says_of_its_model_is_written_again(tmp_path: Path) -> None:
+    """A rotary base or an epsilon changes no time, but another one in the written settings trains another model."""
+    script = tmp_path / "train.sh"
+    script.write_text(
+        f"python pretrain_gpt.py {MEGATRON} --position-embedding-type rope --rotary-base 500000 --norm-epsilon 1e-6\n"
+    )
+    config = configure(plan=script, cluster="dgx-h100", gpus=64)
+    text = write_file(config, FRAMEWORKS["megatron-lm"], tmp_path / "best.sh").text
+    assert "--rotary-base 500000" in text
+    assert "--norm-epsilon 1e-06" in text

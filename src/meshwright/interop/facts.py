@@ -159,7 +159,7 @@ FACTS: dict[str, str] = {
 MODEL_FIELDS = (
     "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "tied", "max_positions", "experts", "top_k",
     "expert_ffn", "shared_experts", "shared_ffn", "dense_layers", "moe_every", "attention", "q_rank", "kv_rank", "rope_dim", "nope_dim",
-    "value_dim", "activation", "norm", "positions", "qk_norm", "qkv_bias",
+    "value_dim", "activation", "norm", "positions", "qk_norm", "qkv_bias", "rope_theta", "norm_epsilon",
 )  # fmt: skip
 FACTS |= {f"model.{name}": f"model.{name}" for name in MODEL_FIELDS}
 NUMBERS = {
@@ -185,7 +185,7 @@ def fact_value(fact: str, value: Any) -> Any:
         return _whole(value, 1 if fact in NUMBERS else 0)
     if fact == "shard":
         return -1 if value == -1 else _whole(value, 1)
-    if fact in ("ffn_factor", "learning_rate"):
+    if fact in ("ffn_factor", "learning_rate", "model.rope_theta", "model.norm_epsilon"):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return float(value) if number and 0 < value < MOST else None
     if fact in TEXTS:
