@@ -6,8 +6,12 @@ import pytest
 from test_lint import config, overridden
 
 from meshwright.describe.config import Config
+from meshwright.describe.result import USABLE_MEMORY
+from meshwright.lower.step import step_program
 from meshwright.planner.advice.changes import Change, both, candidates, first_changes, priced, seconds_of
+from meshwright.predict import prediction
 from meshwright.predict.estimate import estimate
+from meshwright.predict.prediction import peak, recomputing
 
 WIDE = config("llama3-8b", "dgx-h100", 64, 128, 8192, tp=8, sp=True, pp=2, shard=4, zero=1, recompute="full")
 EXPERTS = config("mixtral-8x7b", "dgx-h100", 64, 512, tp=2, sp=True, shard=32, zero=1, ep=8, recompute="full")
@@ -27,6 +31,21 @@ def test_a_chip_shows_what_estimate_says(c: Config) -> None:
     legal = [change for change in changes if change.plan]
     for change in legal[:: len(legal) // 12]:
         same_as_estimate(c, change)
+
+
+def test_changes_of_an_automatic_recompute_have_the_fewest_layers_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = []
+    monkeypatch.setattr(prediction, "step_program", lambda *a, **k: batches.append(a) or step_program(*a, **k))
+    c = config("llama3-70b", "dgx-h100", 64, 512, 8192, tp=4, sp=True, pp=4, shard=4, zero=1, recompute="auto")
+    limit = USABLE_MEMORY * c.cluster.accelerator.memory
+    found = [change.plan for change in candidates(c, c.plan) if change.plan and change.fields[0][0] != "recompute"]
+    layers = [plan.recompute_layers if plan.recompute == "full" else 0 for plan in found]
+    assert {0, 1, *layers} > {0, 1}
+    assert len(batches) < 12  # one for each halving, not for each plan
+    for plan, count in list(zip(found, layers, strict=True))[::8]:
+        assert peak(c.model, plan, c.workload, c.stack) <= limit
+        if count:
+            assert peak(c.model, recomputing(plan, count - 1), c.workload, c.stack) > limit
 
 
 def test_an_illegal_value_has_its_reason() -> None:

@@ -1,6 +1,6 @@
 """Compute the `Prediction` of one configuration: lower it, cost it, and add the assumptions and the error band."""
 
-from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -211,28 +211,39 @@ def resolve_recompute(model: Model, plan: Plan, workload: Workload, stack: Stack
     """The plan with `recompute=auto` replaced by the fewest recomputed layers that fit devices of this much memory."""
     if plan.recompute != "auto" or plan.recompute_budget:
         return resolve_recompute_budget(model, plan, workload, stack)
-    none = plan.but(recompute="none")
-    if peak(model, none, workload, stack) <= USABLE_MEMORY * device_memory:
-        return none
-
-    def recomputing(count: int) -> Plan:
-        return plan.but(recompute="full", recompute_layers=count)
-
-    counts = range(1, max(plan.stage_layers(model.layers)) + 1)  # empty for a model without layers
-    fewest = bisect_left(
-        counts, True, key=lambda c: peak(model, recomputing(c), workload, stack) <= USABLE_MEMORY * device_memory
-    )
-    if fewest == len(counts):
-        least = peak(model, recomputing(counts[-1]) if counts else none, workload, stack)
+    limit = USABLE_MEMORY * device_memory
+    (count,) = fewest_recomputed(model, [plan], workload, stack, limit)
+    if count is None:
+        least = peak(model, recomputing(plan, max(plan.stage_layers(model.layers))), workload, stack)
         raise MeshwrightError(
             "MW-PAR-003",
-            f"{format_bytes(least)} per device with every layer recomputed, more than "
-            f"{format_bytes(USABLE_MEMORY * device_memory)}",
+            f"{format_bytes(least)} per device with every layer recomputed, more than {format_bytes(limit)}",
             why=f"recompute=auto uses at most {USABLE_MEMORY:.0%} of a device's {format_bytes(device_memory)}",
             valid=["smaller micro-batches", "more ranks for the states"],
             fix=f"--set plan.{'microbatch=1' if plan.microbatch > 1 else 'recompute=full'}",
         )
-    return recomputing(counts[fewest])
+    return recomputing(plan, count)
+
+
+def recomputing(plan: Plan, layers: int) -> Plan:
+    """The plan with so many recomputed layers per stage."""
+    return plan.but(recompute="full" if layers else "none", recompute_layers=layers)
+
+
+def fewest_recomputed(
+    model: Model, plans: Sequence[Plan], workload: Workload, stack: Stack, limit: float
+) -> list[int | None]:
+    """For each plan the fewest recomputed layers per stage with which its fullest rank needs at most `limit` bytes; None where all are too few.
+    All plans are bisected together: one batch for each halving."""
+    most = np.array([max(plan.stage_layers(model.layers)) for plan in plans])
+    low, high, trial = np.zeros_like(most), most + 1, np.zeros_like(most)
+    while (open_ := np.flatnonzero(low < high)).size:
+        trials = [recomputing(plans[int(k)], int(trial[k])) for k in open_]
+        fits = rank_peaks(step_program(model, trials, workload, stack, every_rank=True)).max(axis=0) <= limit
+        high[open_] = np.where(fits, trial[open_], high[open_])
+        low[open_] = np.where(fits, low[open_], trial[open_] + 1)
+        trial = (low + high) // 2
+    return [int(count) if count <= all_layers else None for count, all_layers in zip(high, most, strict=True)]
 
 
 def peak(model: Model, plan: Plan, workload: Workload, stack: Stack) -> float:

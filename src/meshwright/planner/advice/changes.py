@@ -9,7 +9,7 @@ Only fields that leave the arithmetic of the training as it is are offered: no o
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from meshwright.describe.result import GIB, USABLE_MEMORY, values_of
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.alternatives import changed, costs, settings
 from meshwright.planner.advice.lint.finding import SHOWN
-from meshwright.predict.prediction import resolve_recompute
+from meshwright.predict.prediction import fewest_recomputed, recomputing, resolve_recompute
 from meshwright.units import Json, format_decimal_bytes
 
 KNOBS = (
@@ -138,23 +138,42 @@ def _case(config: Config, plan: Plan) -> Case:
 
 def candidates(
     config: Config, plan: Plan | None, offered: Mapping[str, Sequence[Choice]] | None = None
-) -> Iterator[Change]:
+) -> list[Change]:
     """Every other value of the fields of `KNOBS`, completed to a legal plan or with the reason why there is none. `offered` has the values of
     each field; default: those that the stack's framework runs."""
     c = config
     assert plan is not None
     if offered is None:
         offered = offers(_case(c, plan), plan, KNOBS)
+    found = []
     for name in KNOBS:
         for choice in offered.get(name, ()):
             value = tuple(choice.value) if isinstance(choice.value, list) else choice.value
             if value == getattr(plan, name):
                 continue
             if name == "offload" and value not in ("none", *c.stack.offload_kinds):
-                yield Change(((name, value),), f"the stack {c.stack.name} does not offload {value}")
+                found.append(Change(((name, value),), f"the stack {c.stack.name} does not offload {value}"))
                 continue
             other = changed(plan, **{name: value}, **(choice.changes or {})) if choice.legal else None
-            yield Change(((name, value),), choice.reason, other and within_memory(config, other))
+            found.append(Change(((name, value),), choice.reason, other))
+    resolved = iter(all_within_memory(config, [change.plan for change in found if change.plan]))
+    return [replace(change, plan=next(resolved)) if change.plan else change for change in found]
+
+
+def all_within_memory(config: Config, plans: Sequence[Plan]) -> list[Plan | None]:
+    """Each plan with `recompute = auto` replaced by the fewest layers that fit, all found together; None where none do."""
+    c, limit = config, USABLE_MEMORY * config.cluster.accelerator.memory
+    auto = [plan for plan in plans if plan.recompute == "auto" and not plan.recompute_budget]
+    counts = iter(fewest_recomputed(c.model, auto, c.workload, c.stack, limit) if auto else ())
+    fewest = {id(plan): count for plan, count in zip(auto, counts, strict=True)}
+    out: list[Plan | None] = []
+    for plan in plans:
+        if id(plan) in fewest:
+            count = fewest[id(plan)]
+            out.append(None if count is None else recomputing(plan, count))
+        else:
+            out.append(within_memory(config, plan))
+    return out
 
 
 def within_memory(config: Config, plan: Plan) -> Plan | None:
