@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import distributed
 from torch._dynamo import reset
+from torch.torch_version import TorchVersion
 
 import ranks
 from meshwright.describe.model import Model
@@ -13,7 +14,7 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.parallel import compile as compiling
 from meshwright.parallel.apply import apply
-from meshwright.parallel.compile import plan_compilation, resolve_compile
+from meshwright.parallel.compile import names_of_results, plan_compilation, resolve_compile
 from meshwright.programs.pipelines import build
 from meshwright.training.data.samples import RandomSamples
 from meshwright.training.fake_group import fake_group, filled_receives
@@ -85,24 +86,8 @@ def test_all_layers_of_a_kind_share_one_graph_in_every_step(traced_only, model, 
     assert compiling.graph_counts() == counts
 
 
-def names_of_results(graph):
-    """For each `autograd.Function` in a graph: the name of the first tensor that its forward returns, and of those that are the same tensor."""
-    for module in graph.modules():
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            if "autograd_function_apply" in str(node.target):
-                forward = getattr(module, node.args[0].target).graph
-                *body, output = forward.nodes
-                result = torch.utils._pytree.tree_leaves(output.args)[0]
-                tensor = result.meta["example_value"]
-                yield [
-                    str(result),
-                    *(str(n) for n in body if n is not result and n.meta.get("example_value") is tensor),
-                ]
-
-
 def test_no_compiled_function_returns_a_tensor_that_has_another_name(monkeypatch):
-    """torch 2.11 loses the gradient of a result that is another tensor of the same forward, as `x.contiguous()` is x if x is contiguous (issue
-    180642). With one sequence a gathered tensor is contiguous in any order of its dimensions."""
+    """With one sequence a gathered tensor is contiguous in any order of its dimensions."""
     found = []
 
     def backend(graph, inputs):
@@ -118,3 +103,33 @@ def test_no_compiled_function_returns_a_tensor_that_has_another_name(monkeypatch
         Trainer(parallel, RandomSamples(DENSE, 8, 0, False)).train(1)
     assert len(found) > 2
     assert [names for names in found if len(names) > 1] == []
+
+
+class TwoNames(torch.autograd.Function):
+    """Its second result is its `doubled`, if that is contiguous."""
+
+    @staticmethod
+    def forward(ctx, x):
+        doubled = x * 2
+        return x * 3, doubled.contiguous()
+
+    @staticmethod
+    def backward(ctx, of_first, of_second):
+        return 3 * of_first + 2 * of_second
+
+
+@pytest.mark.parametrize("release", ["2.11.0", "2.12.0"])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_compiled_layer_never_loses_a_gradient(monkeypatch, release, contiguous):
+    """Under torch 2.11 the gradient would be zero, so the layer is refused there. Both releases are tested as far as this torch allows."""
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    monkeypatch.setattr(torch, "__version__", min(torch.__version__, TorchVersion(release)))
+    reset()
+    x = torch.ones(2, 3, dtype=torch.float64).requires_grad_()
+    function = compiling.compiled(lambda x: TwoNames.apply(x if contiguous else x.t())[1].sum())
+    if torch.__version__ < TorchVersion("2.12") and contiguous:
+        with pytest.raises(MeshwrightError, match=r"MW-PAR-011: torch 2\.11.*(doubled and|and doubled)"):
+            function(x)
+    else:
+        function(x).backward()
+        assert torch.equal(x.grad, torch.full_like(x, 2))

@@ -10,15 +10,16 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.pipeline import actions_of, check_adapter, check_split_products, receive_early
+from meshwright.parallel.apply import apply
+from meshwright.parallel.pipeline import actions_of, check_adapter, check_messages, check_split_products, receive_early
 from meshwright.programs.pipelines import build
+from meshwright.training.fake_group import fake_group
 
 MODEL = Model(hidden=16, layers=4, heads=2, ffn=24, vocab=32)
 
 
 def order_run(context, plan, workload):
     """The actions that torch performs on this rank, as (stage, kind, micro-batch)."""
-    from meshwright.parallel.apply import apply
     from meshwright.parallel.pipeline import Stage
     from meshwright.training.data.samples import RandomSamples
     from meshwright.training.loop import Trainer
@@ -114,6 +115,24 @@ def test_custom_products_in_a_split_backward_are_refused_on_older_torch(monkeypa
     check_split_products(plan, build("1f1b", 2, 4, 1))
     with pytest.raises(MeshwrightError, match=r"MW-PIPE-041: fp8 products under the schedule zb-h1 need torch 2\.13"):
         check_split_products(plan, split)
+
+
+def test_integers_between_stages_are_refused_on_older_torch(monkeypatch):
+    tokens, activations = torch.ones(2, dtype=torch.int64), torch.ones(2)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.0+cpu"))
+    check_messages(1, (activations, tokens))
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu129"))
+    check_messages(1, (activations,))
+    with pytest.raises(MeshwrightError, match=r"MW-PIPE-043: pipeline stage 1 receives integers, and torch 2\.11"):
+        check_messages(1, (activations, tokens))
+
+
+def test_a_count_of_tokens_does_not_widen_the_loss():
+    """torch 2.11 refuses a last stage whose output has another dtype than it states."""
+    with fake_group(0, 1):
+        parallel = apply(MODEL, Plan(), Workload(batch=2, seq=4), 0, dtype=torch.float32)
+        parallel.set_tokens(torch.tensor(8.0, dtype=torch.float64), scale=1.0)
+        assert parallel.tokens.dtype == torch.float32
 
 
 def own_stages(context, schedule, virtual):

@@ -164,7 +164,7 @@ class Parallel(Sharded):
 
     def set_tokens(self, tokens: Tensor, scale: float) -> None:
         """Set the global number of valid tokens of the step, which may be 0, and the loss scale."""
-        self.tokens = tokens.clamp(min=1.0) / scale
+        self.tokens = tokens.to(at_least_single(self.dtype)).clamp(min=1.0) / scale
         self.set_scale(scale)
         if self.model.experts:
             balance.scale_losses(self.stages.values(), scale)

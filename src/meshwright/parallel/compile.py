@@ -28,17 +28,22 @@ and weights separately there, and a compiled graph has one backward), the dispat
 tokens are routed; the layer around them is two graphs), embeddings (a lookup), and a head that computes the loss in chunks (products, and
 one kernel: `models.loss`).
 
+**Lost gradients.** torch 2.11 returns from the graph of an `autograd.Function` every tensor that its forward names. If two names are one tensor,
+as `x.contiguous()` is x, the result's gradient goes to the other name and is zero (its issue 180642; 2.12 does not). Our functions have no
+such result; under 2.11 a layer with one, of a plug-in say, is refused (`refuse_lost_gradients`).
+
 Private names of torch: the options `torch._dynamo.config.recompile_limit` and `torch._inductor.config.compile_threads`, and
-`torch._dynamo.utils.counters` and `calculate_time_spent`.
+`torch._dynamo.lookup_backend`, `torch._dynamo.utils.counters` and `calculate_time_spent`.
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
@@ -143,10 +148,10 @@ def compile_experts(moe: Any) -> None:
     experts = moe.experts
     name = "product" if experts.gated else "activation"
     # A constant number of rows, as on one rank, gives the faster kernel; where it changes, the next graph is for any number.
-    setattr(experts, name, torch.compile(getattr(experts, name), fullgraph=True, backend=BACKEND))
+    setattr(experts, name, torch.compile(getattr(experts, name), fullgraph=True, backend=backend()))
     if moe.router.dropless:
         moe.router.route_all = compiled(moe.router.route_all, one_graph=False)
-    moe.sums = Sums(*(torch.compile(f, fullgraph=True, backend=BACKEND) for f in Sums().functions))
+    moe.sums = Sums(*(torch.compile(f, fullgraph=True, backend=backend()) for f in Sums().functions))
     if moe.shared is not None:
         moe.shared.forward = compiled(moe.shared.forward)
     moe.forward = torch.compiler.disable(moe.forward)
@@ -156,7 +161,7 @@ def compiled(function: Callable[..., Tensor], one_graph: bool = True) -> Callabl
     """The compiled form of a function of tensors, or of a method of a module. Hooks on the module stay outside of the graph.
 
     The compiler refuses a parameter whose gradient has another dtype, as the fp32 sums of 16-bit parameters have: the graph sees none."""
-    graph: Callable[..., Tensor] = torch.compile(function, fullgraph=one_graph, dynamic=False, backend=BACKEND)
+    graph: Callable[..., Tensor] = torch.compile(function, fullgraph=one_graph, dynamic=False, backend=backend())
     module = getattr(function, "__self__", None)
     if not isinstance(module, nn.Module):
         return graph
@@ -175,6 +180,52 @@ def compiled(function: Callable[..., Tensor], one_graph: bool = True) -> Callabl
                 p.grad = gradient
 
     return call
+
+
+def backend() -> Any:
+    """What compiles a graph: BACKEND, behind a check of the graph where torch loses gradients."""
+    return BACKEND if torch.__version__ >= TorchVersion("2.12") else refuse_lost_gradients
+
+
+def refuse_lost_gradients(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
+    """A backend: BACKEND, or a function that raises if torch 2.11 would lose a gradient of the graph."""
+    from torch._dynamo import lookup_backend
+
+    if not (renamed := [names for names in names_of_results(graph) if len(names) > 1]):
+        return lookup_backend(BACKEND)(graph, inputs, **options)
+
+    def refuse(*args: Any) -> None:
+        raise MeshwrightError(
+            "MW-PAR-011",
+            f"torch {torch.__version__} loses a gradient in a compiled layer: {' and '.join(renamed[0])} are one tensor, and an "
+            "autograd.Function returns it",
+            why="torch 2.11 gives the gradient of the result to its other name, without an error (its issue 180642)",
+            valid=[
+                "torch 2.12 or later",
+                "a forward that returns a tensor under one name, not x.contiguous() of a contiguous x",
+            ],
+            fix="--set run.compile=off",
+        )
+
+    return refuse  # raised here, the error would be wrapped in one of the compiler
+
+
+def names_of_results(graph: torch.fx.GraphModule) -> Iterator[list[str]]:
+    """For each result that a graph takes from an `autograd.Function`, its name and the other names of the same tensor in forward."""
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if "autograd_function_apply" not in str(node.target):
+                continue
+            forward: Any = getattr(module, node.args[0].target)
+            *body, output = forward.graph.nodes
+            results = torch.utils._pytree.tree_leaves(output.args)
+            taken = {user.args[1] for user in node.users if "getitem" in str(user.target)}
+            for result in (results[i] for i in sorted(taken or {0})):
+                tensor = result.meta["example_value"]
+                yield [
+                    str(result),
+                    *(str(n) for n in body if n is not result and n.meta.get("example_value") is tensor),
+                ]
 
 
 def graph_counts() -> tuple[int, int]:

@@ -30,7 +30,7 @@ With your own network in `count` parts, on each of the ranks:
     for gradients in sums.values(): gradients.finish()
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -91,6 +91,23 @@ def check_split_products(plan: Plan, program: PipelineProgram) -> None:
         )
 
 
+def receives_integers() -> bool:
+    """Whether a stage can receive integers: before 2.12 torch asks for the gradient of all that a stage receives."""
+    return torch.__version__ >= TorchVersion("2.12")
+
+
+def check_messages(stage: int, inputs: Sequence[Tensor]) -> None:
+    """Raise where torch cannot send to this stage what it receives."""
+    if not receives_integers() and not all(t.is_floating_point() for t in inputs):
+        raise MeshwrightError(
+            "MW-PIPE-043",
+            f"pipeline stage {stage} receives integers, and torch {torch.__version__} cannot send them",
+            why="torch < 2.12 asks for the gradient of everything that a stage receives",
+            valid=["torch 2.12 or later", "layers that pass on floating-point tensors only"],
+            fix='pip install "torch>=2.12"',
+        )
+
+
 class Stage(PipelineStage):
     """A stage whose gradients are sent as soon as its last backward is done, while other stages still compute."""
 
@@ -104,6 +121,9 @@ class Stage(PipelineStage):
         inputs: Tensor | tuple[Tensor, ...],
         outputs: Tensor | tuple[Tensor, ...],
     ) -> None:
+        for receiver, messages in ((index, inputs), (index + 1, outputs)):  # both sides raise
+            if 0 < receiver < count:
+                check_messages(receiver, (messages,) if isinstance(messages, Tensor) else messages)
         device, group = torch.device(mesh.device), mesh.group("pp")
         super().__init__(module, index, count, device, input_args=inputs, output_args=outputs, group=group)
         self.reduction = reduction

@@ -81,7 +81,7 @@ class Trainer:
 
         tokens = parallel.all_reduce(batch.valid.to(torch.float64), "dp_cp")
         scale = self.scale.value
-        parallel.set_tokens(tokens.to(at_least_single(self.dtype)), scale)
+        parallel.set_tokens(tokens, scale)
 
         parallel.begin_step(self.step, self.indices, batch.documents_BS)
         loss = (self.graph or parallel.forward_backward)(batch.inputs, batch.targets)

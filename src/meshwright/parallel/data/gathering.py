@@ -7,10 +7,14 @@
 
 `describe.sharding.shard_dim` says which dimension of a parameter is cut. Gradients are summed, not averaged: divide the
 loss by the global number of tokens.
+
+Private name of torch, before 2.12: the `nn` of `torch.distributed.fsdp._fully_shard._fsdp_param` (`shards_of_integers`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.torch_version import TorchVersion
 
 from meshwright.describe.sharding import shard_dim
 from meshwright.errors import MeshwrightError
@@ -57,9 +62,10 @@ def shard_units(
     if ignored:
         options["ignored_params"] = ignored
     check_no_shared_weights(module, units)
-    for unit in units:
-        fully_shard(unit if len(unit) > 1 else unit[0], **options)
-    fully_shard(module, **options)
+    with shards_of_integers():
+        for unit in units:
+            fully_shard(unit if len(unit) > 1 else unit[0], **options)
+        fully_shard(module, **options)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
@@ -70,6 +76,25 @@ def shard_units(
             first.set_modules_to_forward_prefetch([])  # type: ignore[operator]
         if not gathering.backward:  # a unit that prefetches itself, which is gathered already, prefetches nothing
             first.set_modules_to_backward_prefetch([first])  # type: ignore[operator]
+
+
+@contextmanager
+def shards_of_integers() -> Iterator[None]:
+    """Inside the `with` block torch shards the bytes of a quantised base. Before 2.12 it first makes every shard a parameter that needs a gradient,
+    which integers cannot, and then sets whether it needs one."""
+    if torch.__version__ >= TorchVersion("2.12"):
+        yield
+        return
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    def parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    _fsdp_param.nn = SimpleNamespace(**vars(nn) | {"Parameter": parameter})  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fsdp_param.nn = nn
 
 
 def check_no_shared_weights(module: nn.Module, units: list[Unit]) -> None:
