@@ -329,6 +329,13 @@ def test_a_preset_leaves_nothing_of_what_the_page_showed_before(server: str, ope
     assert estimate(Config.from_document(state)).prediction.step_time_s == pytest.approx(run["predicted_s"], rel=1e-4)
 
 
+def test_a_box_without_a_reason_shows_none(server: str, open_page: Open) -> None:
+    page = open_page(server + "/" + SMALL)
+    page.evaluate("document.querySelectorAll('details').forEach((node) => { node.open = true; })")
+    page.get_by_role("group", name="Overlap with compute").wait_for()
+    assert page.locator(".chips .why").filter(visible=True).count() == 0
+
+
 def test_an_address_with_values_of_other_types_is_drawn(server: str, open_page: Open) -> None:
     page = open_page(server + "/#view=runs&options.runs.shown=3")
     page.get_by_text("runs in", exact=False).first.wait_for()

@@ -24,7 +24,7 @@ export const view = {
       choice("Schedule", data.schedules, i.schedule, set("schedule")), typed("Bytes reduced in chunks, MB", "chunk_mb"),
       typed("Rate of that reduction, Gb/s", "chunk_gbps"), typed("Cost of one more chunk, µs", "overhead_us")));
     if (data.advice.low) element.append(warning(data.advice, i, context));
-    const line = panel("The schedule, walked", `${i.stages} stages × ${i.microbatches} micro-batches = ${i.stages * i.microbatches} forwards and as many backwards. White is the bubble.`);
+    const line = panel("The schedule, walked", `${i.stages} stages × ${i.microbatches} micro-batches = ${i.stages * i.microbatches} forwards and as many backwards. Gaps are the bubble.`);
     element.append(panel("As published, and corrected", "Where the two differ, the last column says why.", table([
       ["", "name"], ["published tool", (row) => (row.tool === null ? "not shown" : TEXT[row.unit](row.tool)), "plain"],
       ["here", (row) => h("b", { class: row.same ? "" : "tone-warn" }, TEXT[row.unit](row.ours)), "plain", (row) => `${row.name}\n${row.formula}`],
