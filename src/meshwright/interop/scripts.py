@@ -17,23 +17,17 @@ from meshwright.interop.shell import FLAG, OPEN_VALUE, Shell, Value
 LEAST_KEYS = 2  # of a framework, for a command to be its training
 # Options of launchers and of Slurm: nodes, processes of a node, and processes of all nodes.
 NODES = ("--nnodes", "--nodes", "-N", "--num_nodes", "--num_machines", "--num-nodes")
-EACH = (
-    "--nproc_per_node",
-    "--nproc-per-node",
-    "--gpus-per-node",
-    "--ntasks-per-node",
-    "--num_gpus",
-    "--gres",
-    "--gpus_per_node",
-)
+GPUS = ("--nproc_per_node", "--nproc-per-node", "--gpus-per-node", "--gpus_per_node", "--num_gpus", "--gres")
+TASKS = ("--ntasks-per-node",)
 TORCHRUN = ("--nnodes", "--nproc_per_node", "--nproc-per-node")
-ALL = ("--num_processes", "-np")
+ALL = ("--num_processes", "-np", "-n", "--ntasks")
 GPU_LISTS = ("--gres", "--gpus-per-node")  # gpu:h100:8
 DIRECTIVE = re.compile(r"^#SBATCH\s+(.+)$", re.MULTILINE)
 PROGRAM = re.compile(r".*\.py|llamafactory-cli|axolotl|tune|nemo")
 SLURM = {
     "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "each": ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
+    "tasks": ("SLURM_NTASKS_PER_NODE",),
+    "gpus": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
 }
 OPEN_NAME = re.compile(r"\$\{?([A-Za-z_]\w*)")
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
@@ -103,7 +97,7 @@ def command_of(words: Sequence[str], given: dict[str, str]) -> Script:
     first = next((i for i, word in enumerate(words) if PROGRAM.fullmatch(word)), -1)
     module = next((i + 1 for i, word in enumerate(words[:-1]) if word == "-m" and (first < 0 or i < first)), -1)
     first = module if module >= 0 and first < 0 else first
-    launched = given | (launcher_options([as_written(word) for word in words[:first]]) if first > 0 else {})
+    launched = launcher_options([as_written(word) for word in words[: max(first, 0)]], given)
     if "torchrun" in " ".join(words[: max(first, 0)]) and "each" in launched:
         launched.setdefault("nodes", "1")
     out = Script([*torchrun_flags(words[: max(first, 0)]), "--"], launched=launched)
@@ -130,27 +124,37 @@ def as_written(word: str) -> str:
     return OPEN_VALUE.sub(lambda found: found[0][1:-1], word)
 
 
-def launcher_options(words: Sequence[str]) -> dict[str, str]:
-    """The nodes and the processes of a node that options of a launcher state."""
-    out: dict[str, str] = {}
+def launcher_options(words: Sequence[str], given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The nodes and the processes of a node ("each") that options of a launcher state, over those that are given above it.
+
+    Slurm often starts one task on a node, which starts one process for each GPU: numbers of GPUs come before numbers of tasks."""
+    own: dict[str, str] = {}
+    facts = {
+        name: fact
+        for fact, names in {"nodes": NODES, "gpus": GPUS, "tasks": TASKS, "all": ALL}.items()
+        for name in names
+    }
     for place, word in enumerate(words):
         name, sign, value = word.partition("=")
         value = value if sign else "".join(words[place + 1 : place + 2])
-        fact = "nodes" if name in NODES else "each" if name in EACH else "all" if name in ALL else ""
         number = re.search(r"(\d+|\$.*)$" if name in GPU_LISTS else r"^(\d+|\$.*)$", value)
-        if fact and number:
-            out[fact] = number[1]
-    if out.get("all", "").isdigit() and "each" not in out and out.get("nodes", "1").isdigit():
-        nodes = max(1, int(out.get("nodes", "1")))
-        out |= {"nodes": str(nodes), "each": str(int(out["all"]) // nodes)}
+        if name in facts and number:
+            own[facts[name]] = number[1]
+    out = {**(given or {}), **own}
+    nodes = out.get("nodes", "1")
+    if "gpus" not in own and own.get("all", "").isdigit() and nodes.isdigit():
+        out |= {"nodes": nodes, "each": str(int(own["all"]) // max(1, int(nodes)))}
+    elif each := out.get("gpus") or out.get("tasks"):
+        out["each"] = each
     return out
 
 
 def slurm_variables(given: dict[str, str]) -> dict[str, Value]:
     """The variables that Slurm sets for a job of these nodes."""
     out: dict[str, Value] = {name: given[fact] for fact, names in SLURM.items() if fact in given for name in names}
-    if all(given.get(fact, "").isdigit() for fact in ("nodes", "each")):
-        out["SLURM_NTASKS"] = out["SLURM_NPROCS"] = str(int(given["nodes"]) * int(given["each"]))
+    nodes, tasks = given.get("nodes", ""), given.get("tasks", "1")
+    if nodes.isdigit() and tasks.isdigit():
+        out["SLURM_NTASKS"] = out["SLURM_NPROCS"] = str(int(nodes) * int(tasks))
     return out
 
 
