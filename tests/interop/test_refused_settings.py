@@ -323,3 +323,13 @@ def test_what_a_script_says_of_its_model_is_written_again(tmp_path: Path) -> Non
     text = write_file(config, FRAMEWORKS["megatron-lm"], tmp_path / "best.sh").text
     assert "--rotary-base 500000" in text
     assert "--norm-epsilon 1e-06" in text
+
+
+def test_a_key_without_a_value_states_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "axolotl.yml"
+    file.write_text(
+        "base_model: meta-llama/Llama-3.1-8B\nmicro_batch_size: 2\nsequence_len: 4096\nfsdp_config:\ndeepspeed_stage:\n"
+    )
+    reading = read_settings(file)
+    assert not reading.understood.unknown
+    assert {"fsdp_config", "deepspeed_stage"} <= set(reading.understood.others["no effect"])

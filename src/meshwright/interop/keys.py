@@ -196,7 +196,8 @@ def read_facts(table: Table, settings: Mapping[str, Any]) -> Understood:
             out.facts.setdefault(key.fact, key.default)
     for name in settings:
         if name not in table.names:
-            out.note(table.kind_of(name), name)
+            states_nothing = settings[name] is None  # `fsdp_config:` without a value
+            out.note("no effect" if states_nothing else table.kind_of(name), name)
     out.stated = {fact: out.facts[fact] for fact in out.sources}
     table.derive(out.facts)
     return out
