@@ -117,6 +117,13 @@ class FrameworkAdapter:
             kinds.append(f"{len(sharded)} of {len(self.parameters)} parameters are DTensors, {sharded[0].placements}")
         if stages := self.stages():
             kinds.append(f"{stages[0].num_stages} pipeline stages over {stages[0].group_size} ranks")
+        if (
+            not kinds
+            and torch.distributed.is_available()
+            and torch.distributed.is_initialized()
+            and torch.distributed.get_world_size() > 1
+        ):
+            return "no wrapper"  # the script reduces its gradients itself, or not at all
         return ", ".join(kinds) or "one device"
 
 
