@@ -151,6 +151,14 @@ def read_settings_of(text: str) -> dict[str, str]:
     return dict(zip(args[1::2], args[2::2], strict=False)) | dict(zip(args[::2], args[1::2], strict=False))
 
 
+def test_no_secret_of_the_environment_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a1b2c3")
+    monkeypatch.setenv("TP", "2")
+    text = f"python pretrain_gpt.py {MODEL} --tensor-model-parallel-size $TP --wandb-key $WANDB_API_KEY"
+    assert script_of(text).environment == {"TP": "2"}
+    assert "a1b2c3" not in str(script_of(text))
+
+
 def test_an_open_condition_is_named(tmp_path: Path) -> None:
     text = f"if [ -f /data/x ]; then EXTRA=(--recompute-granularity full); fi\npython pretrain_gpt.py {MODEL} ${{EXTRA[@]}}\n"
     reading = read_settings(script(tmp_path, text))

@@ -29,6 +29,7 @@ SLURM = {
     "tasks": ("SLURM_NTASKS_PER_NODE",),
     "gpus": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
 }
+NUMBER = re.compile(r"\d{1,12}")  # of the environment only numbers are taken: a key or a password is not to be printed
 OPEN_NAME = re.compile(r"\$\{?([A-Za-z_]\w*)")
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
@@ -71,7 +72,7 @@ def read_script(
     out = training_command(text, keys_of, given, {})
     words = [*out.args, *out.settings.values(), *out.launched.values()]
     asked = {name for word in words for name in OPEN_NAME.findall(word)}
-    used = {name: value for name, value in (environment or {}).items() if name in asked}
+    used = {name: value for name, value in (environment or {}).items() if name in asked and NUMBER.fullmatch(value)}
     return replace(training_command(text, keys_of, given, used), environment=used) if used else out
 
 
