@@ -15,6 +15,7 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.legality.choices import free_values, word_values
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
+from meshwright.planner.advice.changes import candidates
 from meshwright.planner.advice.lint.finding import Finding
 from meshwright.predict.estimate import estimate
 from meshwright.view.json_schema import schema_of
@@ -396,3 +397,15 @@ def test_the_preset_of_a_published_run_is_predicted_as_the_table_of_published_ru
         assert estimate(Config.from_document(state)).prediction.step_time_s == pytest.approx(table[name], rel=1e-4), (
             name
         )
+
+
+def test_choices_that_the_stacks_framework_does_not_run_are_marked() -> None:
+    """What to change first leaves them out: a chip that saves more says why."""
+    config = Config.from_document({**presets()[0]["state"], "stack": "megatron-core"})
+    found = choices(config.to_dict())["fields"]
+    runs = {change.fields[0] for change in candidates(config, config.plan) if change.plan}
+    for name in ("schedule", "zero", "tp"):
+        for choice in found[name]:
+            if choice["legal"] and choice["value"] != getattr(config.plan, name):
+                assert ("not_run" in choice) == ((name, choice["value"]) not in runs), choice
+    assert next(c for c in found["schedule"] if c["value"] == "zb-h1")["not_run"] == "Megatron-Core"

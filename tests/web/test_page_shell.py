@@ -329,6 +329,13 @@ def test_a_preset_leaves_nothing_of_what_the_page_showed_before(server: str, ope
     assert estimate(Config.from_document(state)).prediction.step_time_s == pytest.approx(run["predicted_s"], rel=1e-4)
 
 
+def test_a_value_that_the_framework_does_not_run_says_so(server: str, open_page: Open) -> None:
+    page = open_page(server + "/" + SMALL)
+    page.locator("option", has_text="zb-h1").filter(has_text="not run by Megatron-Core").wait_for(state="attached")
+    chip = page.get_by_role("group", name="ZeRO stage").get_by_role("radio", name="3", exact=True)
+    assert "Megatron-Core does not run it" in chip.get_attribute("aria-description")
+
+
 def test_a_box_without_a_reason_shows_none(server: str, open_page: Open) -> None:
     page = open_page(server + "/" + SMALL)
     page.evaluate("document.querySelectorAll('details').forEach((node) => { node.open = true; })")

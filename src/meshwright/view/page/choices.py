@@ -17,7 +17,7 @@ from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Precision, Scaling, Workload
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.alternatives import SizedPlan, costs
-from meshwright.planner.advice.changes import candidates, offers, within_memory
+from meshwright.planner.advice.changes import KNOBS, candidates, offers, within_memory
 from meshwright.planner.sizing import MOST_GPUS
 from meshwright.units import Json
 
@@ -28,14 +28,15 @@ Effect = tuple[Json, Plan | SizedPlan]  # a choice, and the plan that it leads t
 
 def choices(document: dict[str, Any]) -> Json:
     """For a plan file as JSON: {"fields": {field: [{"value", "legal", "reason", "changes", and "saves_s", "more_gib", "fits" of
-    `planner.advice.changes` where the plan is legal}]}, "sizes": the same for GPUs, the workload and adapters, "model": the fields of
-    the model, and what `mend` says}.
+    `planner.advice.changes` where the plan is legal, and "not_run", the stack's framework where it does not run it}]}, "sizes": the same for
+    GPUs, the workload and adapters, "model": the fields of the model, and what `mend` says}.
 
     The plan itself may be illegal: the page then shows which choices mend it. A cluster without `gpus` takes the size of every plan.
     """
     config, plan, case = parts_of(document)
     offered, mending = offers(case, plan), mending_of(case)
     by_field = {field: [one.as_dict() for one in values] for field, values in offered.items()}
+    mark_not_run(case, plan, by_field)
     legal_plan = Plan(**plan.model_dump()) if mending["problem"] is None and config.cluster.gpus else None
     by_size, effects = sizes(config, plan, legal_plan)
     if legal_plan:
@@ -47,6 +48,18 @@ def choices(document: dict[str, Any]) -> Json:
         "world": plan.world,
         **mending,
     }
+
+
+def mark_not_run(case: Case, plan: PlanFields, fields: dict[str, list[Json]]) -> None:
+    """Add `not_run`, the framework of the stack, to the legal choices with which it does not run the plan, where it runs the present one."""
+    runner = Case(plan, case.model, case.workload, case.cluster, case.stack, framework=True)
+    if not case.stack.can.framework or problem(runner):
+        return
+    for field, values in offers(runner, plan, KNOBS, explained=False).items():
+        refused = {repr(one.value) for one in values if not one.legal}
+        for choice in fields.get(field, ()):
+            if choice["legal"] and repr(choice["value"]) in refused:
+                choice["not_run"] = case.stack.can.framework
 
 
 def mend(document: dict[str, Any]) -> Json:

@@ -28,7 +28,7 @@ function described(name, c) {
   if (!c.legal) return `${name}: not possible\n${c.reason}`;
   const follows = Object.entries(c.changes ?? {}).map(([path, value]) => `${path.replace("plan.", "")} = ${value}`).join(", ");
   const effect = hasEffect(c) ? [`step ${signed(-c.saves_s, format.seconds)}`, `memory ${signed(c.more_gib, format.gib)}${c.fits ? "" : ": does not fit"}`] : [];
-  return [name, ...effect, ...(follows ? [`with ${follows}`] : [])].join("\n");
+  return [name, ...effect, ...(follows ? [`with ${follows}`] : []), ...(c.not_run ? [`${c.not_run} does not run it`] : [])].join("\n");
 }
 
 /** A row of values, one chosen: radio buttons drawn as chips, each with its change of step time and of memory.
@@ -90,7 +90,7 @@ export function words(label, about, pick, { text = String } = {}) {
   const id = unique(label);
   let current = [];
   const select = h("select", { id, onchange: () => pick(current[select.selectedIndex], () => {}) });
-  const effect = (c, value) => (hasEffect(c) && !same(c.value, value) ? ` (${signed(-c.saves_s, format.seconds)}, ${signed(c.more_gib, format.gib)}${c.fits ? "" : ", does not fit"})` : "");
+  const effect = (c, value) => (hasEffect(c) && !same(c.value, value) ? ` (${signed(-c.saves_s, format.seconds)}, ${signed(c.more_gib, format.gib)}${c.fits ? "" : ", does not fit"}${c.not_run ? `, not run by ${c.not_run}` : ""})` : "");
   let drawn = "";
   return {
     node: h("div", { class: "field" }, h("label", { for: id, title: about }, label), select),
