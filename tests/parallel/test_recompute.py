@@ -88,6 +88,34 @@ def test_full_recompute_repeats_all_products_of_a_layer_but_the_last():
     assert float(np.broadcast_to(more - again, 1)[0]) == pytest.approx(2 * 16 * MODEL.hidden * MODEL.ffn)
 
 
+def products_run(plan):
+    """The number of matrix products that one forward and backward run in compiled layers, as a profile counts them."""
+    net, ids = build(MODEL).to_empty(device="cpu"), torch.arange(16).reshape(2, 8)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    net.geometry.prepare(8, torch.float32, torch.device("cpu"))
+    for layer in net.layers.values():
+        layer.forward = torch.compile(layer.forward, backend="aot_eager", dynamic=False)
+    recompute_plan(net, plan)
+    net(ids).square().sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        net(ids).square().sum().backward()
+    return sum(row.count for row in profile.key_averages() if row.key == "aten::mm")
+
+
+def test_full_recompute_around_a_compiled_layer_repeats_all_products():
+    """The compiled graph hands its tensors to autograd when it has ended: it cannot stop early."""
+    plans = [Plan(microbatch=2, recompute=mode) for mode in ("none", "full")]
+    without, whole = map(products_run, plans)
+    program = step_program(MODEL, plans[1], WORKLOAD, Stack(**catalog.entry("stacks", "meshwright")))
+    flops = {
+        p: sum(op.count * op.flops for phase, op in program.ops("dense") if phase == p and op.kind == "gemm")
+        for p in "FR"
+    }
+    assert whole - without == 7 * MODEL.layers
+    assert float(np.broadcast_to(flops["R"], 1)[0]) == pytest.approx(float(np.broadcast_to(flops["F"], 1)[0]))
+
+
 def test_saved_bytes_fall_as_predicted():
     measured, predicted = {}, {}
     for mode in ("none", "selective", "full"):

@@ -152,6 +152,8 @@ class Stack(Described):
     the layer, up-projections of latents with their rotation, the dense FFN, all of the experts, their activation. Counted in the time only"""
     early_stop: bool = True
     """recompute stops as soon as backward has the tensors it needs, as in torch without reentrant autograd (use_reentrant = False) or compiled"""
+    reruns_graphs: bool = False
+    """recompute = full is around the compiled graph of a layer, not inside it: all of the graph runs again, also what early_stop would leave out"""
     shared_scales: bool = False
     """fp8: ranks that hold shards of a tensor agree on one scale, with a small message per matrix product"""
     fp8_gathers: bool = False

@@ -326,22 +326,23 @@ class LayerLowering(BlockBuilder):
         """
         full, selective = (self.b.recompute == 2) * 1.0, (self.b.recompute == 1) * 1.0
         spared = {op.name.removesuffix("-again") for op in self.phases["W"] if op.name.endswith("-in-again")}
-        ends_early = self.b.stack.early_stop and (not self.m.norms_outputs or self.m.kind == "mlp")
+        stack = self.b.stack
+        ends_early = stack.early_stop and not stack.reruns_graphs and (not self.m.norms_outputs or self.m.kind == "mlp")
         if ends_early:
             spared.add(last)
         needless = self._after_the_last_input() if ends_early and not self.m.dropout else set()
-        by_operator, products = self.b.stack.selective == "operators", 0
+        by_operator, products = stack.selective == "operators", 0
         for op in self.phases["F"]:
             core = op.name in ("core", "scores", "softmax", "values", "tiles", "tile-softmax")
             products += op.kind == "gemm" and not core and not op.name.endswith("-wide")
-            if self.b.stack.early_stop and op.axis == "tp" and op.name in spared:
+            if stack.early_stop and op.axis == "tp" and op.name in spared:
                 continue
             is_saved = core or op.collective == "reduce_scatter" or (op.kind == "gemm" and products % 2 == 1)
             whole = 0.0 if op.name in needless else full
             reruns = whole + (selective if (not is_saved if by_operator else core) else 0.0)
             if present(reruns):
                 self.phases["R"].append(self._rerun(op, reruns))
-            reran = (MODULES[module] for module in self.b.stack.reruns)
+            reran = (MODULES[module] for module in stack.reruns)
             if any(op.name.startswith(names) or op.part in parts for names, parts in reran):
                 self.phases["I"].append(self._rerun(op, 1.0 - np.maximum(full, reruns)))
 
