@@ -9,7 +9,7 @@ EXTRAS := train,web,dev
 # Python keeps the bytecode of what it imports, even where the environment forbids it: many processes import the same files.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-frameworks lint bench soak pages pictures docs clean
+.PHONY: setup demo test test-frameworks test-torch lint bench soak pages pictures docs clean
 
 setup: $(STAMP)
 
@@ -57,6 +57,16 @@ test: setup
 test-frameworks: export OMP_NUM_THREADS = 1
 test-frameworks: setup
 	$(BIN)/python -m pytest tests/frameworks
+
+# What runs tensors, with another torch (by default the oldest that pyproject.toml admits), installed once under .frameworks/.
+# Needs the network once; where pip's index has no build for the CPU, 5 GB of disk. Not in the soak, which needs no network.
+TORCH := 2.11.0
+TENSORS := tests/test_torch_names.py $(addprefix tests/,models parallel comm check explain training proof gpu)
+test-torch: export OMP_NUM_THREADS = 1
+test-torch: setup
+	python=$$($(BIN)/python tests/frameworks/environments.py $(TORCH)) && \
+	$$python -m pytest -n 2 --dist loadscope --session-timeout 3600 $(TENSORS) && \
+	$$python -m pytest -m slow -k traced --session-timeout 1800 tests/proof/test_compiled.py
 
 lint: setup
 	$(BIN)/ruff check

@@ -2,6 +2,8 @@
 
 An environment is a folder of packages over the project's own environment, whose torch it shares. It is made again when its entry in
 versions.toml changes. A framework that cannot be installed is skipped with the reason.
+
+As a program, print the interpreter of an environment with another torch: `python environments.py 2.11.0` (`make test-torch`).
 """
 
 import json
@@ -24,7 +26,11 @@ VERSIONS: dict[str, dict[str, Any]] = tomllib.loads((HERE / "versions.toml").rea
 @cache
 def python_of(name: str) -> tuple[str, str]:
     """The interpreter of an environment, made if it is not there; and why there is none."""
-    entry, folder = VERSIONS[name], CACHE / name
+    return make(name, VERSIONS[name])
+
+
+def make(name: str, entry: dict[str, Any]) -> tuple[str, str]:
+    folder = CACHE / name
     python, stamp = folder / "bin" / "python", folder / "installed.json"
     if stamp.is_file() and json.loads(stamp.read_text()) == entry:
         return str(python), ""
@@ -65,3 +71,11 @@ def drive(name: str, cases: dict[str, Any], timeout: float = 900) -> dict[str, d
         return {"": {"refused": f"{driver.name} ended with {done.returncode}: {done.stderr[-800:]}"}}
     parsed: dict[str, dict[str, Any]] = json.loads(answers[-1].removeprefix("ANSWER "))
     return parsed
+
+
+if __name__ == "__main__":
+    release = sys.argv[1]
+    python, failure = make(f"torch-{release}", {"packages": [f"torch=={release}"], "dependencies": True})
+    if failure:
+        sys.exit(failure)
+    print(python)

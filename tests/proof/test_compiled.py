@@ -1,7 +1,7 @@
 """Layouts whose layers are compiled train what one device trains without compilation, in float64, and have no graph breaks.
 
 inductor takes 25 s of a CPU to compile the graphs of a transformer layer for each rank, and to trace them ("aot_eager") takes 6: `make soak` does
-both. Every day layers are traced on one device (`tests/parallel`).
+both, and `make test-torch` traces. Every day layers are traced on one device (`tests/parallel`).
 """
 
 import layouts
@@ -16,10 +16,9 @@ from meshwright.proof.prove import prove
 SP, Z3, CP = {"tp": 2, "sp": True}, {"shard": 2, "zero": 3}, {"cp": 2}
 # A model, a plan, and the graph breaks of its layers: one at the dispatch of each kind of layer with experts (gpt-oss has two kinds, with a
 # window and without), else none.
-TRACED = [("drops", {**Z3, "recompute": "full"}, 0)]
 OVER_OURS = [("qwen", {**SP, "recompute": "selective"}, 0)]  # ranks exchange through the backend meshwright
 SOAK = [
-    *TRACED,
+    ("drops", {**Z3, "recompute": "full"}, 0),
     ("mlp", {"tp": 2}, 0),
     ("qwen", {**SP, "recompute": "selective"}, 0),
     ("qwen-moe", {"replicate": 2, "ep": 2}, 1),
@@ -44,7 +43,7 @@ SOAK = [
     ("qwen", {**Z3, "pp": 2, "recompute": "full"}, 0),
 ]
 CASES = [
-    *(pytest.param(*case, "aot_eager", id=f"{case[0]} {case[1]} traced", marks=pytest.mark.slow) for case in TRACED),
+    *(pytest.param(*case, "aot_eager", id=f"{case[0]} {case[1]} traced", marks=pytest.mark.slow) for case in SOAK),
     *(pytest.param(*case, "inductor", id=f"{case[0]} {case[1]}", marks=pytest.mark.slow) for case in SOAK),
     *(
         pytest.param(*case, "inductor over ours", id=f"{case[0]} {case[1]} over ours", marks=pytest.mark.slow)
