@@ -119,11 +119,11 @@ def test_custom_products_in_a_split_backward_are_refused_on_older_torch(monkeypa
 
 def test_integers_between_stages_are_refused_on_older_torch(monkeypatch):
     tokens, activations = torch.ones(2, dtype=torch.int64), torch.ones(2)
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.0+cpu"))
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0+cpu"))
     check_messages(1, (activations, tokens))
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu129"))
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1+cu129"))
     check_messages(1, (activations,))
-    with pytest.raises(MeshwrightError, match=r"MW-PIPE-043: pipeline stage 1 receives integers, and torch 2\.11"):
+    with pytest.raises(MeshwrightError, match=r"MW-PIPE-043: pipeline stage 1 receives integers, and torch 2\.12"):
         check_messages(1, (activations, tokens))
 
 

@@ -92,8 +92,8 @@ def check_split_products(plan: Plan, program: PipelineProgram) -> None:
 
 
 def receives_integers() -> bool:
-    """Whether a stage can receive integers: before 2.12 torch asks for the gradient of all that a stage receives."""
-    return torch.__version__ >= TorchVersion("2.12")
+    """Whether a stage can receive integers: before 2.13 torch asks for the gradient of all that a stage receives."""
+    return torch.__version__ >= TorchVersion("2.13")
 
 
 def check_messages(stage: int, inputs: Sequence[Tensor]) -> None:
@@ -102,9 +102,9 @@ def check_messages(stage: int, inputs: Sequence[Tensor]) -> None:
         raise MeshwrightError(
             "MW-PIPE-043",
             f"pipeline stage {stage} receives integers, and torch {torch.__version__} cannot send them",
-            why="torch < 2.12 asks for the gradient of everything that a stage receives",
-            valid=["torch 2.12 or later", "layers that pass on floating-point tensors only"],
-            fix='pip install "torch>=2.12"',
+            why="torch < 2.13 asks for the gradient of everything that a stage receives",
+            valid=["torch 2.13 or later", "layers that pass on floating-point tensors only"],
+            fix='pip install "torch>=2.13"',
         )
 
 
