@@ -17,7 +17,7 @@ const listeners = new Set(), notice = h("div", { id: "files", "aria-live": "poli
 let reading = null; // { view, files, stop }
 let gpus = () => 0, apply = null, shownFor = "";
 
-const failed = (what, why = "", valid = []) => ({ code: "", what, why, valid, fix: "" });
+const failed = (what, why, valid) => ({ what, why, valid });
 
 /** Take files that are dropped anywhere. `readGpus` and `mendAfter` are those of the inputs. */
 export function begin(readGpus, mendAfter) {

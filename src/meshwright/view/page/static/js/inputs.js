@@ -69,7 +69,7 @@ export async function mendAfter(changes, fail = null, illegal = !fail) {
     return followed;
   } catch (error) {
     if (mine !== turn) return null;
-    const words = error.error ?? { code: "", what: String(error), why: "", valid: [], fix: "" }, marked = settle().fails.filter(Boolean);
+    const words = source.shape(error), marked = settle().fails.filter(Boolean);
     marked.forEach((mark) => mark([words.what, words.why].filter(Boolean).join(". "), words));
     if (!marked.length) clear(problems).append(refusal(words));
     return null;

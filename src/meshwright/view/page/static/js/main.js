@@ -36,32 +36,18 @@ function open() {
   return [first, ...VIEWS.filter((view) => view.within === first.name && available(view)), ...inWorkspace("plan").filter((view) => view !== first && view.tab === now.tab)];
 }
 
-/** The workspaces in the header, and the tabs of the present one: a tab opens all views of its name. */
+/** The workspaces in the header, and the tabs of the present one: a tab opens all views of its name; one that is open closes. */
 function navigation() {
-  const now = current(), views = inWorkspace(now.workspace), isPlan = now.workspace === "plan";
-  const workspace = ([name, title]) => {
-    const own = inWorkspace(name), tab = link(own.includes(now) ? now : own[0], title);
-    if (name === now.workspace) tab.setAttribute("aria-current", "true");
-    return h("li", null, tab);
-  };
-  const tab = (view) => {
-    const node = link(isPlan && view.tab === now.tab ? views[0] : view, view.tab); // an open tab closes
-    if (view.tab === now.tab) node.setAttribute("aria-current", "page");
-    return h("li", null, node);
-  };
-  const workspaces = Object.entries(WORKSPACES).filter(([name]) => inWorkspace(name).length);
-  clear(parts.workspaces).append(h("ul", null, workspaces.map(workspace)));
+  const now = current(), views = inWorkspace(now.workspace), isPlan = now.workspace === "plan", { page, ...rest } = state.get();
+  const item = (view, title, isCurrent) => h("li", null, h("a", { href: state.address({ ...rest, page: { ...page, view: view.name } }), "aria-current": isCurrent }, title));
+  const workspaces = Object.entries(WORKSPACES).map(([name, title]) => ({ name, title, own: inWorkspace(name) })).filter(({ own }) => own.length);
+  clear(parts.workspaces).append(h("ul", null, workspaces.map(({ name, title, own }) => item(own.includes(now) ? now : own[0], title, name === now.workspace && "true"))));
   parts.workspaces.hidden = workspaces.length < 2;
-  const tabs = (isPlan ? views.slice(1) : views).filter((view, i, all) => all.findIndex((other) => other.tab === view.tab) === i);
-  clear(parts.nav).append(h("ul", null, tabs.map(tab)));
+  const tabs = views.slice(isPlan ? 1 : 0).filter((view, i, all) => all.findIndex((other) => other.tab === view.tab) === i);
+  clear(parts.nav).append(h("ul", null, tabs.map((view) => item(isPlan && view.tab === now.tab ? views[0] : view, view.tab, view.tab === now.tab && "page"))));
   parts.nav.hidden = views.length < 2;
   document.body.dataset.workspace = source.bare ? "none" : now.workspace;
   document.title = `${now.title} · Meshwright`;
-}
-
-function link(view, title) {
-  const { page, ...rest } = state.get();
-  return h("a", { href: state.address({ ...rest, page: { ...page, view: view.name } }) }, title);
 }
 
 /** The panels of the open views; one that stays open keeps its drawing. */
@@ -82,9 +68,9 @@ function frame() {
 
 /** The section of a view; of one within another view a panel, which that view places. */
 function panelOf(view) {
-  const body = h("div", { class: view.within ? null : "body" });
-  if (view.within) return { view, body, drawn: null, section: boxed(view.title, null, body) };
-  return { view, body, drawn: null, section: h("section", { class: view.ownTitle ? "view own-title" : "view", dataset: { name: view.name } }, h("h2", null, view.title), sentence(view.sentence ?? ""), body) };
+  const body = h("div", { class: view.within ? null : "body" }), kind = view.ownTitle ? "view own-title" : "view";
+  const section = view.within ? boxed(view.title, null, body) : h("section", { class: kind, dataset: { name: view.name } }, h("h2", null, view.title), sentence(view.sentence ?? ""), body);
+  return { view, body, drawn: null, section };
 }
 
 function mark(now) {
@@ -146,7 +132,7 @@ function fill({ view, body }, found, busy, height) {
       save.attach(body, view.name);
     } catch (error) {
       console.error(error);
-      body.append(refusal({ code: "", what: `the view "${view.title}" could not be drawn`, why: String(error), valid: [], fix: "reload the page: the server may be of another version than this tab" }));
+      body.append(refusal({ what: `the view "${view.title}" could not be drawn`, why: String(error), fix: "reload the page: the server may be of another version than this tab" }));
     }
   });
   body.style.minHeight = "";
@@ -178,7 +164,7 @@ async function refresh(answered = () => {}) {
     if (waiting.size && !signal.aborted) answered(); // the server ended early
   } catch (error) {
     if (error.name === "AbortError" || signal.aborted) return;
-    for (const name of names) received(name, { error: error.error ?? { code: "", what: String(error), why: "", valid: [], fix: "" } });
+    for (const name of names) received(name, { error: source.shape(error) });
   }
 }
 

@@ -36,7 +36,7 @@ async function answers(config) {
   if (known.size > 64) known.clear();
   if (!known.has(key)) {
     const found = {}, asked = source.views({ config, views: NEEDS, options: {} }, undefined, (answer) => { found[answer.view] = answer; });
-    known.set(key, asked.catch((error) => { found.verdict = { error: error.error ?? { what: String(error) } }; }).then(() => {
+    known.set(key, asked.catch((error) => { found.verdict = { error: source.shape(error) }; }).then(() => {
       if (!complete(found)) known.delete(key); // the server may have been busy: it is asked again with the next drawing
       return found;
     }));

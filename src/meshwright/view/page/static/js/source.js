@@ -22,12 +22,15 @@ export class Refusal extends Error {
   }
 }
 
+/** Any error in that shape. */
+export const shape = (error) => error.error ?? { what: String(error) };
+
 async function failure(response) {
   try {
     const body = await response.json();
     if (body.error) return new Refusal(body.error);
   } catch { /* not JSON: described below */ }
-  return new Refusal({ code: `HTTP ${response.status}`, what: "the server did not answer", why: response.statusText, valid: [], fix: "" });
+  return new Refusal({ code: `HTTP ${response.status}`, what: "the server did not answer", why: response.statusText });
 }
 
 async function ask(path, { body, signal, type = "application/json" } = {}) {
@@ -37,7 +40,7 @@ async function ask(path, { body, signal, type = "application/json" } = {}) {
     response = await fetch(path, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refusal({ code: "offline", what: "the server does not answer", why: "It was stopped, or the connection broke", valid: [], fix: command });
+    throw new Refusal({ code: "offline", what: "the server does not answer", why: "It was stopped, or the connection broke", fix: command });
   }
   if (!response.ok) throw await failure(response);
   return response;
@@ -50,7 +53,7 @@ export async function views({ config, views: names, options }, signal, onanswer)
   if (!live) {
     for (const view of names) {
       const found = embedded.views[view];
-      onanswer(found ? { view, final: true, ...found } : { view, final: true, error: { code: "", what: "this file does not have this view", why: "It was written without it", valid: [], fix: command } });
+      onanswer({ view, final: true, ...(found ?? { error: { what: "this file does not have this view", why: "It was written without it", fix: command } }) });
     }
     return;
   }

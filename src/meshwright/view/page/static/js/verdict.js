@@ -11,7 +11,7 @@ const number = (name, value, { tone = "", text = "" } = {}) => {
 export function bar(element, { data, error }) {
   clear(element);
   element.className = error ? "bad" : data.tone;
-  if (error) return element.append(h("div", { class: "error" }, h("p", null, h("b", null, /^MW-(?!WEB)/.test(error.code) ? "Not a legal plan. " : "No answer. "), `${error.code}: ${error.what}`, error.why ? `. ${error.why}` : "")));
+  if (error) return element.append(h("div", { class: "error" }, h("p", null, h("b", null, /^MW-(?!WEB)/.test(error.code) ? "Not a legal plan. " : "No answer. "), error.code ? `${error.code}: ` : "", error.what, error.why ? `. ${error.why}` : "")));
   const f = data.formulas;
   element.append(h("p", null, h("b", null, `${data.headline} `), data.sentence), h("div", { class: "numbers" },
     number("step", format.seconds(data.step_time_s), { text: f.step }),
