@@ -1,7 +1,6 @@
 // The figures of the course: controls above, the numbers, and a drawing that follows them. The drawings are those of the views.
 
-import { bars as drawBars, inSeconds } from "meshwright/bars.js";
-import { curves } from "meshwright/curves.js";
+import { bars as drawBars, inSeconds, curves } from "meshwright/charts.js";
 import { axis, band, choice, clear, figure, format, h, keepFocus, label, labelled, legend, linear, rect, slider, stat, svg } from "meshwright/draw.js";
 import { refusal } from "meshwright/notice.js";
 import { playback } from "meshwright/playback.js";

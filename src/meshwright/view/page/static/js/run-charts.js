@@ -1,8 +1,7 @@
 // The figures of training runs: curves with a linked pointer, predicted against measured by part, a measured step above the simulated one, and what
 // happened when. A run has one colour in all of them.
 
-import { bars } from "meshwright/bars.js";
-import { curves as draw } from "meshwright/curves.js";
+import { bars, curves as draw } from "meshwright/charts.js";
 import { contentWidth, empty, format, formula, h, hide, label as write, legend, panel, rule, scatter, show, svg, table } from "meshwright/draw.js";
 import { firstAfter, laneOf, lanes } from "meshwright/lanes.js";
 import * as part from "meshwright/parts.js";

@@ -1,7 +1,7 @@
 // Scenarios: named whole configurations, pinned beside the present one, compared in a table and in charts that share their axes.
 // They are in the address (up to eight) and in a file. The charts of all scenarios light up together.
 
-import { bars } from "meshwright/bars.js";
+import { bars } from "meshwright/charts.js";
 import { button, clear, format, h, legend, panel, table } from "meshwright/draw.js";
 import { toast } from "meshwright/notice.js";
 import * as part from "meshwright/parts.js";

@@ -1,6 +1,6 @@
 // Efficiency against the batch: MFU and what is lost, with the critical batch.
 
-import { curves } from "meshwright/curves.js";
+import { curves } from "meshwright/charts.js";
 import { format, panel, stat, stats } from "meshwright/draw.js";
 
 export const view = {

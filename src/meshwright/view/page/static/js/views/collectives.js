@@ -1,6 +1,6 @@
 // The explorer of collectives: play a program step by step, compare the algorithms by message size, see duals and the family of operations.
 
-import { curves } from "meshwright/curves.js";
+import { curves } from "meshwright/charts.js";
 import { centred, choice, clear, controls, empty, figure, format, formula, h, label, legend, panel, rect, stat, stats, svg, table } from "meshwright/draw.js";
 import { playback } from "meshwright/playback.js";
 

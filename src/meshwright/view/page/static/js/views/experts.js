@@ -1,6 +1,6 @@
 // The load of experts: how many tokens each gets, and what a more or less even load changes.
 
-import { curves } from "meshwright/curves.js";
+import { curves } from "meshwright/charts.js";
 import { empty, format, h, panel, table } from "meshwright/draw.js";
 
 export const view = {

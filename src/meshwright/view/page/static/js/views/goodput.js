@@ -1,6 +1,6 @@
 // Goodput against the checkpoint interval, by Daly's formula, with Young's and Daly's optima.
 
-import { curves } from "meshwright/curves.js";
+import { curves } from "meshwright/charts.js";
 import { choice, controls, format, panel, sentence, stat, stats } from "meshwright/draw.js";
 
 const CHOICES = {

@@ -1,7 +1,6 @@
 // Memory: stacked by part with the capacity line, per pipeline stage, and over time within the step.
 
-import { bars, inSeconds } from "meshwright/bars.js";
-import { curves } from "meshwright/curves.js";
+import { bars, inSeconds, curves } from "meshwright/charts.js";
 import { choice, controls, format, label, legend, panel, sentence, stat, stats } from "meshwright/draw.js";
 import * as part from "meshwright/parts.js";
 

@@ -1,7 +1,6 @@
 // Step time against memory of many plans, and the Pareto front on which less memory costs the least time.
 
-import { inSeconds } from "meshwright/bars.js";
-import { curves } from "meshwright/curves.js";
+import { inSeconds, curves } from "meshwright/charts.js";
 import { format, label, legend, panel, table } from "meshwright/draw.js";
 
 const GIB = 2 ** 30, SHAPES = ["circle", "square", "triangle", "diamond"];

@@ -1,7 +1,6 @@
 // The communication roofline: what a device sends through each level of links against its ceiling; and the roofline of the whole step.
 
-import { bars } from "meshwright/bars.js";
-import { curves } from "meshwright/curves.js";
+import { bars, curves } from "meshwright/charts.js";
 import { empty, format, label, legend, panel, rule, sentence, svg, table } from "meshwright/draw.js";
 
 const LEVELS = ["compute", "tp", "optimizer", "ep", "cp"], DASHES = [null, null, "7 5", "2 4", "9 3 2 3"], SHAPES = { tp: "square", cp: "triangle", ep: "diamond", pp: "cross", dp: "circle" };

@@ -1,6 +1,6 @@
 // Scaling over GPU counts: throughput and efficiency, and where transfers between nodes take longer than compute.
 
-import { curves } from "meshwright/curves.js";
+import { curves } from "meshwright/charts.js";
 import { empty, format, h, panel, table } from "meshwright/draw.js";
 
 export const view = {

@@ -1,6 +1,6 @@
 // Charts and tables that belong to no plan: the files of `bench --html` and `validate --html`. Python says which; see view/page/sheet.py.
 
-import { curves } from "meshwright/curves.js";
+import { curves } from "meshwright/charts.js";
 import { axis, band, figure, format, h, log, panel, rule, scatter, sentence, table } from "meshwright/draw.js";
 
 const COLOURS = ["compute", "tp", "optimizer", "ep", "cp", "pp", "dp", "second"], SHAPES = ["circle", "square", "triangle", "diamond", "cross"];

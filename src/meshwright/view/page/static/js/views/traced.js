@@ -1,6 +1,6 @@
 // Traced steps beside the prediction: a strip per rank, what to change first, and the waterfall from the predicted to the measured step.
 
-import { bars } from "meshwright/bars.js";
+import { bars } from "meshwright/charts.js";
 import { format, legend, panel, sentence, stat, stats, table } from "meshwright/draw.js";
 import { zone } from "meshwright/files.js";
 import { laneOf, lanes } from "meshwright/lanes.js";

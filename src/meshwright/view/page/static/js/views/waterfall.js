@@ -1,6 +1,6 @@
 // Where the step goes: a waterfall of compute, exposed communication, bubble and optimizer, and what overlap hides.
 
-import { bars } from "meshwright/bars.js";
+import { bars } from "meshwright/charts.js";
 import { format, legend, panel, stat, stats } from "meshwright/draw.js";
 import * as part from "meshwright/parts.js";
 
