@@ -163,8 +163,7 @@ let serial = 0;
 export function rect(chart, x, y, width, height, { fill = "compute", pattern = null, formula: text = "", focus = true, round = 1, stroke = null, onclick = null, opacity = null, name = text } = {}) {
   const node = svg("rect", { x, y, width: Math.max(0, width), height: Math.max(0, height), rx: round, fill: fillOf(chart, fill, pattern), stroke, opacity });
   if (onclick) activate(chart, node, onclick, name);
-  if (text) formula(node, text, { focus });
-  chart.plot.append(node);
+  chart.plot.append(formula(node, text, { focus }));
   return node;
 }
 
@@ -193,8 +192,7 @@ export function line(chart, points, { x, y, colour = "compute", dash = null, wid
     pen = true;
   }
   const node = svg("path", { d: path, fill: "none", stroke: colour, "stroke-width": width, "stroke-dasharray": dash, "stroke-linejoin": "round", "stroke-linecap": "round" });
-  chart.plot.append(node);
-  if (text) formula(node, text, { focus: false });
+  chart.plot.append(formula(node, text, { focus: false }));
 }
 
 /** The area between points [{ x, y, base = 0 }] and their base. Options: x, y, colour, opacity, steps. */
@@ -218,8 +216,7 @@ export function scatter(chart, points, { x, y, colour = "compute", radius = 5, s
   return points.map((p) => {
     const kind = p.shape ?? shape, node = svg("path", { d: SHAPES[kind](p.radius ?? radius), transform: `translate(${x(p.x).toFixed(2)},${y(p.y).toFixed(2)})`, fill: kind === "cross" ? "none" : p.colour ?? colour, stroke: p.stroke ?? (kind === "cross" ? p.colour ?? colour : "surface"), "stroke-width": kind === "cross" ? 2 : 1, class: "point" });
     if (p.onclick) activate(chart, node, p.onclick, p.formula ?? p.label);
-    if (p.formula) formula(node, p.formula, { focus });
-    chart.plot.append(node);
+    chart.plot.append(formula(node, p.formula, { focus }));
     if (p.label) label(chart, p.label, x(p.x) + radius + 4, y(p.y), { middle: true, size: 11, halo: true });
     return node;
   });
@@ -283,10 +280,8 @@ export const controls = (...children) => h("div", { class: "controls" }, ...chil
 export const stats = (...all) => h("div", { class: "stats" }, ...all);
 
 /** One number with its name: stat("Step time", "70.9 s", { detail: "57 to 103 s", formula, tone: "good"|"bad"|"warn" }). */
-export function stat(name, value, { detail = "", formula: text = "", tone = "" } = {}) {
-  const node = h("div", { class: `stat ${tone}` }, h("span", { class: "name" }, name), h("b", null, value), detail ? h("span", { class: "detail" }, detail) : null);
-  return text ? formula(node, text) : node;
-}
+export const stat = (name, value, { detail = "", formula: text = "", tone = "" } = {}) => formula(
+  h("div", { class: `stat ${tone}` }, h("span", { class: "name" }, name), h("b", null, value), detail ? h("span", { class: "detail" }, detail) : null), text);
 
 /** A control with its name above it. */
 export const labelled = (name, control, ...more) => h("label", { class: "control" }, h("span", null, name, ...more), control);

@@ -19,15 +19,17 @@ function complaint(input) {
   return { node, fail };
 }
 
+/** An input with its label above it. */
+export const field = (input, label, about, ...more) => h("div", { class: "field" }, h("label", { for: input.id, title: about || null }, label), input, ...more);
 const signed = (value, text) => (Math.abs(value) < 1e-9 ? "±0" : `${value > 0 ? "+" : "−"}${text(Math.abs(value), 2)}`);
-const hasEffect = (c) => c.saves_s !== undefined;
+const hasEffect = (c) => c.saves_s !== undefined, effects = (c) => [signed(-c.saves_s, format.seconds), signed(c.more_gib, format.gib)];
 const toneOf = (c) => (c.fits === false ? "tone-bad" : Math.abs(c.saves_s) < 1e-9 ? null : c.saves_s > 0 ? "tone-good" : "tone-warn");
 
 /** What a value does: to the step, to the memory, and which other fields follow; or why it is not possible, with the arithmetic. */
 function described(name, c) {
   if (!c.legal) return `${name}: not possible\n${c.reason}`;
   const follows = Object.entries(c.changes ?? {}).map(([path, value]) => `${path.replace("plan.", "")} = ${value}`).join(", ");
-  const effect = hasEffect(c) ? [`step ${signed(-c.saves_s, format.seconds)}`, `memory ${signed(c.more_gib, format.gib)}${c.fits ? "" : ": does not fit"}`] : [];
+  const effect = hasEffect(c) ? [`step ${effects(c)[0]}`, `memory ${effects(c)[1]}${c.fits ? "" : ": does not fit"}`] : [];
   return [name, ...effect, ...(follows ? [`with ${follows}`] : []), ...(c.not_run ? [`${c.not_run} does not run it`] : [])].join("\n");
 }
 
@@ -54,8 +56,8 @@ export function chips(label, about, pick, { text = String, most = 14, number = f
   const chip = (c) => {
     const words = described(`${label}: ${text(c.value)}`, c);
     const input = h("input", { type: "radio", name, value: String(c.value), "aria-label": text(c.value), "aria-description": words.split("\n").slice(1).join(", ") || null, "aria-disabled": c.legal ? null : "true", onchange: () => choose(c) });
-    const effects = hasEffect(c) && c.value !== now ? [h("small", { class: toneOf(c) }, signed(-c.saves_s, format.seconds)), h("small", { class: c.fits ? null : "tone-bad" }, signed(c.more_gib, format.gib))] : null;
-    return h("label", null, formula(input, words), h("span", { class: c.fits === false ? "too-large" : null }, text(c.value), effects));
+    const tones = [toneOf(c), c.fits ? null : "tone-bad"], small = hasEffect(c) && c.value !== now && effects(c).map((effect, i) => h("small", { class: tones[i] }, effect));
+    return h("label", null, formula(input, words), h("span", { class: c.fits === false ? "too-large" : null }, text(c.value), small));
   };
   return {
     node,
@@ -90,10 +92,11 @@ export function words(label, about, pick, { text = String } = {}) {
   const id = unique(label);
   let current = [];
   const select = h("select", { id, onchange: () => pick(current[select.selectedIndex], () => {}) });
-  const effect = (c, value) => (hasEffect(c) && !same(c.value, value) ? ` (${signed(-c.saves_s, format.seconds)}, ${signed(c.more_gib, format.gib)}${c.fits ? "" : ", does not fit"}${c.not_run ? `, not run by ${c.not_run}` : ""})` : "");
+  const beside = (c) => `${effects(c).join(", ")}${c.fits ? "" : ", does not fit"}${c.not_run ? `, not run by ${c.not_run}` : ""}`;
+  const effect = (c, value) => (hasEffect(c) && !same(c.value, value) ? ` (${beside(c)})` : "");
   let drawn = "";
   return {
-    node: h("div", { class: "field" }, h("label", { for: id, title: about }, label), select),
+    node: field(select, label, about),
     follow(choices, value) {
       current = choices;
       const key = JSON.stringify([choices, value]);
@@ -130,7 +133,7 @@ export function entry(label, about, pick, { type = "number", min = 0, placeholde
   } });
   const why = complaint(input);
   return {
-    node: h("div", { class: "field" }, h("label", { for: id, title: about }, label), input, why.node),
+    node: field(input, label, about, why.node),
     follow(value) {
       if (document.activeElement !== input && input.getAttribute("aria-invalid") !== "true") input.value = value ?? "";
     },
@@ -154,7 +157,7 @@ export function picker(label, pick) {
   const why = complaint(input);
   const enter = (found) => (found ? take(found) : why.fail("No name in the catalog has these words"));
   return {
-    node: h("div", { class: "field" }, h("label", { for: id }, label), input, list, about, why.node),
+    node: field(input, label, "", list, about, why.node),
     follow(found, name) {
       if (entries !== found) clear(list).append(...found.map((e) => h("option", { value: e.name }, e.about ?? "")));
       [entries, current] = [found, name];

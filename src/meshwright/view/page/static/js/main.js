@@ -8,8 +8,7 @@ import * as save from "meshwright/save.js";
 import * as scenarios from "meshwright/scenarios.js";
 import * as source from "meshwright/source.js";
 import * as state from "meshwright/state.js";
-import { refusal } from "meshwright/notice.js";
-import * as verdict from "meshwright/verdict.js";
+import { refusal, verdict } from "meshwright/notice.js";
 import { VIEWS } from "meshwright/views.js";
 
 const find = (id) => document.getElementById(id);
@@ -185,7 +184,7 @@ function announce() {
   const found = answers.get("verdict");
   if (!found || found === announced) return;
   announced = found;
-  verdict.bar(parts.verdict, found);
+  verdict(parts.verdict, found);
   const data = found.data;
   if (data?.subject) clear(parts.subject).append(h("b", null, data.subject.model), ` on ${format.whole(data.subject.gpus)} × ${data.subject.accelerator} · `, data.subject.plan);
 }
