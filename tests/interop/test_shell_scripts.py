@@ -78,6 +78,25 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
     assert sorted(found) == sorted(bash_words(SNIPPETS[name], tmp_path))
 
 
+DOCUMENTS = {
+    "cat": 'N=3\nF="./a.json"\ncat <<EOT > $F\n{"a": $N, "b": {"c": "x $N", "d": \'1\'}, "e": $((N * 2))}\nEOT\n',
+    "the file first, nothing replaced": "cat > a.json <<'EOF'\n{\"a\": $N}\nEOF\n",
+    "tee": 'tee a.json > /dev/null <<EOF\n{"a": 1}\nEOF\n',
+    "in a function": 'write() {\ncat <<EOF > "$1"\n{"a": $2}\nEOF\n}\nwrite a.json 5\n',
+}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_files_of_here_documents_are_those_that_bash_writes(name: str, tmp_path: Path) -> None:
+    shell = Shell()
+    shell.run(shell_syntax.parse(DOCUMENTS[name]))
+    bash = shutil.which("bash") or "bash"
+    subprocess.run([bash, "-c", DOCUMENTS[name]], cwd=tmp_path, timeout=20, check=True, capture_output=True)
+    assert [text + "\n" for text in shell.files.values()] == [(tmp_path / "a.json").read_text()]
+    assert not shell.started
+
+
 def script(tmp_path: Path, text: str, name: str = "train.sh") -> Path:
     path = tmp_path / name
     path.write_bytes(text.encode())
@@ -163,6 +182,60 @@ def test_an_open_condition_is_named(tmp_path: Path) -> None:
     text = f"if [ -f /data/x ]; then EXTRA=(--recompute-granularity full); fi\npython pretrain_gpt.py {MODEL} ${{EXTRA[@]}}\n"
     reading = read_settings(script(tmp_path, text))
     assert reading.understood.others["left out"] == ["line 1: EXTRA=(--recompute-granularity full)"]
+
+
+def deepspeed_script(name: str, document: str = "") -> str:
+    flags = "--vocab-size 32000 --seq-length 2048 --zero-stage 0 --global-batch-size 64 --micro-batch-size 2 --swiglu"
+    return f"S=2\n{document}\ndeepspeed --num_nodes 1 --num_gpus 8 pretrain_gpt.py {MODEL} {flags} --deepspeed --deepspeed_config {name}\n"
+
+
+JSON = '{"train_batch_size": 64, "zero_optimization": {"stage": $S}, "fp16": {"enabled": true, "loss_scale": 0}}'
+
+
+def test_the_settings_of_deepspeed_that_a_script_writes_are_read(tmp_path: Path) -> None:
+    reading = read_settings(
+        script(tmp_path, deepspeed_script("./ds.$JOB.json", f"cat <<E > ./ds.$JOB.json\n{JSON}\nE"))
+    )
+    assert (reading.plan.zero, reading.workload.batch, reading.plan.microbatch) == (2, 64, 2)
+    assert reading.facts["half"] == "fp16"
+    assert "left open" not in reading.understood.others
+    assert not [key for key in reading.understood.unknown if "deepspeed" in key]
+
+
+def test_an_open_value_of_a_written_file_is_told_and_asked_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = deepspeed_script("ds.json", f"cat <<E > ds.json\n{JSON.replace('$S', '$STAGE')}\nE")
+    assert read_settings(script(tmp_path, text)).understood.others["left open"] == ["zero_optimization.stage = $STAGE"]
+    monkeypatch.setenv("STAGE", "3")
+    assert read_settings(script(tmp_path, text)).plan.zero == 3
+
+
+def test_the_settings_of_deepspeed_beside_a_script_are_read(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(JSON.replace("$S", "1"))
+    path = script(tmp_path, deepspeed_script("configs/ds.json"))
+    assert read_settings(path).plan.zero == 1
+    assert read_settings(path, text=path.read_text()).plan.zero == 0  # a text from elsewhere: no file is read
+
+
+@pytest.mark.parametrize("document", ["", "cat <<E > ds.json\n{broken\nE"])
+def test_settings_of_deepspeed_that_are_not_known_are_left_open(document: str, tmp_path: Path) -> None:
+    others = read_settings(script(tmp_path, deepspeed_script("ds.json", document))).understood.others
+    assert others["left open"] == ["--deepspeed_config = ds.json, whose JSON is not in the script, nor beside it"]
+    assert not [key for key in others.get("unknown", []) if "deepspeed" in key]
+
+
+def test_batches_of_megatron_come_before_those_of_the_file(tmp_path: Path) -> None:
+    text = deepspeed_script("ds.json", f"cat <<E > ds.json\n{JSON.replace('64', '512')}\nE")
+    reading = read_settings(script(tmp_path, text))
+    assert reading.workload.batch == 64
+    assert "--global-batch-size = 64, not the train_batch_size = 512 of ds.json" in reading.assembled.assumed
+
+
+def test_sourced_files_are_named(tmp_path: Path) -> None:
+    text = f"source ./env.sh\n. ~/venv/bin/activate\n. $HOME/model.sh\npython pretrain_gpt.py {MODEL}\n"
+    reading = read_settings(script(tmp_path, text))
+    assert reading.understood.others["not read"] == ["./env.sh", "$HOME/model.sh"]
 
 
 def test_hydra_overrides_of_a_script(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from meshwright.describe.own_stack import OURS
 from meshwright.describe.plan import Plan
 from meshwright.describe.run_folder import PLAN
 from meshwright.errors import MeshwrightError
+from meshwright.interop.deepspeed_file import deepspeed_settings
 from meshwright.interop.frameworks import READABLE, framework_named
 from meshwright.interop.frameworks.torchtitan_python import program_settings
 from meshwright.interop.keys import Framework, Settings, flags, flattened
@@ -72,6 +73,7 @@ def is_script(path: Path) -> bool:
 def parse(path: str | Path, text: str | None = None) -> Parsed:
     """The content of a settings file; `text` is its text where it is known already."""
     place = Path(path)
+    folder = place.parent if text is None else None  # a text from elsewhere has no files beside it
     text = read_text(place) if text is None else text
     if place.suffix == ".toml":
         return Parsed(flattened(parse_toml(text, str(path))), [])
@@ -85,7 +87,7 @@ def parse(path: str | Path, text: str | None = None) -> Parsed:
             found = {name.removeprefix(prefix): value for name, value in found.items()}
         return Parsed(found, [])
     script = script_of(text, path)
-    return Parsed(dict(script.settings), script.args, script)
+    return Parsed(script.settings | deepspeed_settings(script, folder), script.args, script)
 
 
 def detect(settings: dict[str, Any], args: list[str] | None = None) -> Framework | None:

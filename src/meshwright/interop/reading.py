@@ -248,8 +248,9 @@ def understand(
     merged = merged_settings(framework, settings, args)
     understood = read_facts(framework.table, merged)
     facts = understood.facts
-    for text in script.skipped:
-        understood.note("left out", text)
+    for kind, texts in (("left open", script.left_open), ("left out", script.skipped), ("not read", script.sourced)):
+        for text in texts:
+            understood.note(kind, text)
     if script.gpus and understood.unknown:
         understood.others["unknown"] = [key for key in understood.unknown if last_part(key) not in LAUNCHER]
     name = str(facts.get("model") or model or "")

@@ -7,12 +7,13 @@ Of several commands the one with the most keys of a framework is read, the last 
 assigns variables for others, is read as one list of flags.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.interop import shell_syntax as syntax
-from meshwright.interop.shell import FLAG, OPEN_VALUE, Shell, Value
+from meshwright.interop.shell import FLAG, Shell, Value, as_written
 
 LEAST_KEYS = 2  # of a framework, for a command to be its training
 # Options of launchers and of Slurm: nodes, processes of a node, and processes of all nodes.
@@ -38,13 +39,18 @@ OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 class Script:
     """What a script states: flags, settings as `a.b=c`, and the nodes and processes of a node of its launcher.
 
-    `skipped` names commands that an open condition leaves out, `environment` variables of the caller that were used."""
+    `skipped` names commands that an open condition leaves out, `sourced` files that are not read, `environment` variables of the caller that were
+    used; `files` are those that the script writes and names in its flags."""
 
     args: list[str] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     launched: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    sourced: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    left_open: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
 
     @property
     def gpus(self) -> int:
@@ -54,7 +60,7 @@ class Script:
 
     def notes(self, gpus_are_given: bool) -> list[str]:
         """What was taken from the launcher and from the environment, for the list of assumptions."""
-        out = [f"{name}: {value} (from the environment)" for name, value in self.environment.items()]
+        out = [*self.assumed, *(f"{name}: {value} (from the environment)" for name, value in self.environment.items())]
         if self.gpus and not gpus_are_given:
             out.append(
                 f"GPUs: {self.gpus} ({self.launched['nodes']} × {self.launched['each']}, as the script starts it)"
@@ -70,7 +76,7 @@ def read_script(
     directives = [word for row in DIRECTIVE.findall(text) for word in row.split("#")[0].split()]
     given = launcher_options(directives)
     out = training_command(text, keys_of, given, {})
-    words = [*out.args, *out.settings.values(), *out.launched.values()]
+    words = [*out.args, *out.settings.values(), *out.launched.values(), *out.files.values()]
     asked = {name for word in words for name in OPEN_NAME.findall(word)}
     used = {name: value for name, value in (environment or {}).items() if name in asked and NUMBER.fullmatch(value)}
     return replace(training_command(text, keys_of, given, used), environment=used) if used else out
@@ -89,7 +95,10 @@ def training_command(
     if most < LEAST_KEYS:
         words = [word for each in shell.started for word in (*each.words, "--")] + list(flag_words(shell.variables))
         best = command_of(words, given)
-    best.skipped = shell.skipped
+    best.skipped, best.sourced = shell.skipped, list(shell.sourced)
+    named = set(map(os.path.normpath, best.args))
+    files = {os.path.normpath(as_written(name)): text for name, text in shell.files.items()}
+    best.files = {name: text for name, text in files.items() if name in named}
     return best
 
 
@@ -118,11 +127,6 @@ def torchrun_flags(words: Sequence[str]) -> Iterator[str]:
         name, sign, value = word.partition("=")
         if name in TORCHRUN and (sign or place + 1 < len(words)):
             yield from (name, value if sign else as_written(words[place + 1]))
-
-
-def as_written(word: str) -> str:
-    """A word with its open values as the script writes them."""
-    return OPEN_VALUE.sub(lambda found: found[0][1:-1], word)
 
 
 def launcher_options(words: Sequence[str], given: Mapping[str, str] | None = None) -> dict[str, str]:

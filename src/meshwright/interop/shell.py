@@ -73,6 +73,8 @@ class Shell:
     functions: dict[str, syntax.Node] = field(default_factory=dict)
     started: list[Started] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    sourced: dict[str, None] = field(default_factory=dict)  # files that are not read, in order
+    files: dict[str, str] = field(default_factory=dict)  # that the script writes itself, as in `cat <<EOF > FILE`
     printed: list[str] | None = None  # by commands, where a $(…) collects it; None: nothing collects
     is_open: bool = False  # a program prints too, or a condition is open
     count: list[int] = field(default_factory=lambda: [0])
@@ -207,6 +209,10 @@ class Shell:
         elif name == "unset":
             for word in words[1:]:
                 self.variables.pop(word, None)
+        elif document is not None and ((name == "cat" and node.output) or (name == "tee" and words[1:])):
+            self.files[self.text(node.output) if name == "cat" else words[-1]] = document
+        elif name in ("source", ".") and words[1:] and words[1].rpartition("/")[2] != "activate":
+            self.sourced[as_written(words[1])] = None
         elif name in ("echo", "printf") and self.printed is not None:
             self.printed.append(" ".join(word for word in words[1:] if word not in ("-n", "-e")))
         elif name == "cat" and len(words) == 1 and document is not None and self.printed is not None:
@@ -238,7 +244,7 @@ class Shell:
             return None
         self.depth += 1
         try:
-            return self.run(syntax.parse(OPEN_VALUE.sub(lambda found: found[0][1:-1], text)))
+            return self.run(syntax.parse(as_written(text)))
         finally:
             self.depth -= 1
 
@@ -336,7 +342,7 @@ class Shell:
                 pieces = list(self.parts(raw[place + 1 : end - 1], quoted=True))
                 yield "", "quoted" if pieces != [] or end - place <= 2 else ""
                 yield from pieces
-            elif char == "'":
+            elif char in "'\"":  # in a here-document; a single one inside double quotes
                 end = place + 1
                 yield char, "quoted"
             elif char == "$" and not quoted and raw[end : end + 1] in ("'", '"'):
@@ -607,6 +613,11 @@ class Condition:
 def open_value(source: str) -> str:
     """A value that only running the script would give, as it is written."""
     return f"{OPEN}{source.replace(OPEN, '').replace(CLOSE, '')}{CLOSE}"
+
+
+def as_written(word: str) -> str:
+    """A word with its open values as the script writes them."""
+    return OPEN_VALUE.sub(lambda found: found[0][1:-1], word)
 
 
 def closed(text: str) -> str:

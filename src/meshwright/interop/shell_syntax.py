@@ -30,11 +30,13 @@ class Token:
 
 @dataclass
 class Simple:
-    """A command as it is written: assignments, the program and its arguments. `document`: its here-document or here-string."""
+    """A command as it is written: assignments, the program and its arguments. `document`: its here-document or here-string. `output`: the file
+    that it writes."""
 
     words: list[str]
     line: int
     document: str | None = None
+    output: str = ""
 
 
 @dataclass
@@ -314,21 +316,21 @@ class Parser:
             return node
         return self.simple()
 
-    def redirections(self) -> str | None:
-        """Skip redirections; the text of a here-document or here-string."""
-        document = None
+    def redirections(self, command: Simple | None = None) -> None:
+        """Skip redirections; a command keeps its here-document or here-string and the file that it writes."""
         while self.at(*REDIRECTIONS, operator=True):
             operator = self.take().text
             if self.place < len(self.tokens) and not self.token.operator:
                 word = self.take().text
-                document = word if operator in ("<<", "<<-", "<<<") else document
-        return document
+                if command and operator in ("<<", "<<-", "<<<"):
+                    command.document = word
+                elif command and operator in (">", ">>", ">|") and not word.startswith("/dev/"):
+                    command.output = word
 
     def simple(self) -> Node:
         out = Simple([], self.token.line)
         while self.place < len(self.tokens):
-            document = self.redirections()
-            out.document = document if document is not None else out.document
+            self.redirections(out)
             if self.at("(", operator=True):
                 if len(out.words) == 1 and self.tokens[self.place + 1 : self.place + 2] and self.tokens[self.place + 1].text == ")":  # fmt: skip
                     self.place += 2

@@ -20,11 +20,12 @@ MOST = 12  # keys in a line of a kind that does not matter
 SEVERITIES = {"error": ("✗", "bold red"), "warning": ("!", "bold yellow"), "note": ("·", "dim")}
 HARMLESS = ("ignored", "no effect")
 KINDS = {
-    "left open": ("the script does not assign it", "bold red"),
+    "left open": ("the script does not give it", "bold red"),
     "left out": (
         "its condition depends on a file, a program or a variable that is not assigned; taken as false",
         "yellow",
     ),
+    "not read": ("files that the script sources; a variable that they set is open", "yellow"),
     "unknown": ("not known, and could matter", "bold red"),
     "not modelled": ("may change time or memory; the cost model does not have it", "yellow"),
     "ignored": ("not known; its name suggests that it does not matter", "dim"),
