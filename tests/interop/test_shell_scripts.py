@@ -300,3 +300,14 @@ def test_a_program_that_is_not_known_is_not_read_as_another(text: str, words: st
     with pytest.raises(MeshwrightError, match="MW-SET-010") as raised:
         read_settings(script(tmp_path, text))
     assert words in str(raised.value)
+
+
+def test_keys_that_inference_servers_have_too_name_no_framework(tmp_path: Path) -> None:
+    """TensorRT-LLM's YAML has tp_size and pp_size, as Megatron-Bridge's recipes have beside keys of their own."""
+    server = script(
+        tmp_path, "tp_size: 4\npp_size: 1\nep_size: 1\nmax_batch_size: 8\nbackend: pytorch\n", "server.yaml"
+    )
+    with pytest.raises(MeshwrightError, match="only keys that other programs have too"):
+        read_settings(server)
+    recipe = script(tmp_path, "tp_size: 4\npp_size: 1\nmbs: 1\ngbs: 8\nseq_length: 4096\n", "recipe.yaml")
+    assert read_settings(recipe).framework.name == "megatron-bridge"

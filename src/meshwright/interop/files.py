@@ -33,6 +33,9 @@ from meshwright.version import install_command
 
 YAML, SCRIPTS = (".yaml", ".yml"), (".sh", ".args", ".txt", ".slurm", ".sbatch", ".bash")
 COMPUTE_OPTIMAL = "chinchilla"  # a word for the number of tokens
+COMMON = re.compile(  # keys that inference servers have too
+    r"(tp|pp|cp|ep|dp|sp|etp)_size|(max_)?(batch_size|seq_len)|size|dtype|model|bf16|fp16|learning_rate"
+)
 WRAPPERS = ("MODEL_ARGS.", "ENV_VARS.")
 
 
@@ -91,17 +94,22 @@ def parse(path: str | Path, text: str | None = None) -> Parsed:
 
 
 def detect(settings: dict[str, Any], args: list[str] | None = None) -> Framework | None:
-    """The framework that has the most of these keys; None if no framework has two of them."""
-    hits = known_keys_of(settings, args)
-    best = max(hits, key=lambda name: hits[name])
-    return READABLE[best] if hits[best] >= LEAST_KEYS else None
+    """The framework that has the most of these keys; None if no framework has two of them, or if programs of all kinds have those."""
+    hits = keys_by_framework(settings, args)
+    best = max(hits, key=lambda name: len(hits[name]))
+    return READABLE[best] if len(hits[best]) >= LEAST_KEYS and not all(map(COMMON.fullmatch, hits[best])) else None
 
 
 def known_keys_of(settings: dict[str, Any], args: list[str] | None = None) -> dict[str, int]:
     """The number of these keys that each framework has."""
+    return {name: len(keys) for name, keys in keys_by_framework(settings, args).items()}
+
+
+def keys_by_framework(settings: dict[str, Any], args: list[str] | None = None) -> dict[str, set[str]]:
+    """Those of these keys that each framework has."""
     given = (set(settings) | set(flags(args or []))) - set(TORCHRUN)
     bare = {name.removeprefix("--").replace("-", "_") for name in flags(args or []) if "." in name}
-    return {f.name: len(f.table.names & (given | bare)) for f in READABLE.values()}
+    return {f.name: set(f.table.names & (given | bare)) for f in READABLE.values()}
 
 
 def recognise(settings: dict[str, Any], args: list[str], path: str | Path, named: Framework | None = None) -> Framework:
@@ -118,7 +126,7 @@ def recognise(settings: dict[str, Any], args: list[str], path: str | Path, named
         raise MeshwrightError(
             "MW-SET-010",
             f"'{path}' has no settings that are known",
-            why="Fewer than two of its keys belong to one framework",
+            why="Fewer than two of its keys belong to one framework, or only keys that other programs have too, such as tp_size",
             valid=[f.title for f in READABLE.values()],
             fix=named_file(args),
         )
