@@ -64,6 +64,14 @@ def test_show_checks_the_plan(capsys) -> None:
     load(PLAN, ["cluster.gpus=48", *fix]).check()  # shard=3 would not divide the 512 samples
 
 
+def test_the_fix_of_a_smaller_data_parallel_degree_is_fewer_gpus(capsys) -> None:
+    """Not the degree that the file has, which the command line has just changed."""
+    err = run(capsys, "show", PLAN, "--set", "plan.shard=2")[2]
+    assert err.rstrip().endswith("Fix: --set cluster.gpus=32")
+    assert run(capsys, "show", PLAN, "--set", "plan.shard=2", "--set", "cluster.gpus=32")[0] == 0
+    assert "plan.shard=2" in run(capsys, "show", PLAN, "--set", "plan.tp=16")[2]  # 4 × 16 × 2 > 64
+
+
 def test_diff(capsys) -> None:
     first, second = str(EXAMPLES / "demo-dp2-tp2.toml"), str(EXAMPLES / "demo-pp2-shard2.toml")
     code, out, _ = run(capsys, "diff", first, second)

@@ -33,6 +33,7 @@ from meshwright.describe.base import SECTIONS, Described
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.draft import HERE, NAMED, Draft, leaves
 from meshwright.describe.files import parse_toml
+from meshwright.describe.legality import Case
 from meshwright.describe.model import Model
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
@@ -192,14 +193,27 @@ class Config(Shown):
 
     def check(self) -> Self:
         """Raise the first rule of `describe.legality` that the plan breaks here; return the configuration otherwise."""
-        self.plan.check(self.model, self.workload, self.cluster, self.stack)
+        self._refuse_illegal()
         return self
 
     def check_trainable(self) -> Self:
         """Raise if the plan is illegal, or if `train` and `verify` do not run it: one predicate decides for both."""
-        legality.check(self.plan, self.model, self.workload, self.cluster, self.stack, trainer=True, dtypes=True)
+        self._refuse_illegal(trainer=True, dtypes=True)
         self.optimizer.check(self.workload, self.plan)
         return self
+
+    def _refuse_illegal(self, **questions: bool) -> None:
+        """Raise the first rule that the plan breaks. In place of a fix that undoes a data-parallel degree of `--set`, other GPUs are offered."""
+        described, world = (self.plan, self.model, self.workload), self.plan.world
+        error = legality.problem(Case(*described, self.cluster, self.stack, **questions))
+        if error is None:
+            return
+        set_again = [name for name in ("replicate", "shard") if self.origin(f"plan.{name}") == "--set"]
+        if any(f"plan.{name}=" in error.fix for name in set_again):
+            resized = Case(*described, self.cluster.with_gpus(world), self.stack, **questions)
+            fix = error.fix if legality.problem(resized) else f"--set cluster.gpus={world}"
+            error = MeshwrightError(error.code, error.what, why=error.why, valid=error.valid, fix=fix)
+        raise error
 
     def parts(self) -> dict[str, Any]:
         out = {name: getattr(self, name) for name in SECTIONS}
