@@ -21,7 +21,7 @@ from meshwright.predict.estimate import estimate
 from meshwright.view.json_schema import schema_of
 from meshwright.view.page import advice, published
 from meshwright.view.page.choices import choices
-from meshwright.view.page.opened import PLANNED
+from meshwright.view.page.opened import PLANNED, opened
 from meshwright.view.page.presets import presets
 from meshwright.view.page.registry import SEARCH, VIEWS
 from meshwright.view.page.shapes import SHAPES
@@ -409,3 +409,14 @@ def test_choices_that_the_stacks_framework_does_not_run_are_marked() -> None:
             if choice["legal"] and choice["value"] != getattr(config.plan, name):
                 assert ("not_run" in choice) == ((name, choice["value"]) not in runs), choice
     assert next(c for c in found["schedule"] if c["value"] == "zb-h1")["not_run"] == "Megatron-Core"
+
+
+def test_a_launch_script_shows_what_is_open_left_out_and_wrong() -> None:
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 100 --seq-length 8 --ffn-hidden-size $FFN --sequence-parallel"
+    before = "source env.sh\nif [ -f x ]; then MORE=(--recompute-granularity full); fi\n"
+    found = opened("train.sh", f"{before}torchrun --nnodes 1 --nproc_per_node 2 pretrain_gpt.py {flags}\n")
+    kinds = {entry.rpartition(" (")[2]: entry for entry in found["unread"]}
+    assert list(kinds)[:3] == ["left open)", "left out)", "not read)"]  # in the order of the command
+    assert kinds["left open)"] == "--ffn-hidden-size = $FFN (left open)"
+    assert kinds["not read)"] == "env.sh (not read)"
+    assert [problem["code"] for problem in found["problems"]] == ["MW-SET-009"]

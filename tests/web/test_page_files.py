@@ -35,6 +35,15 @@ def test_opened_files_become_inputs_and_can_be_undone(server: str, open_page: Op
     opened(page, tmp_path / "plan.toml", load("examples/demo-dp2-tp2.toml").to_toml() + "\n[run]\nsteps = 3\n")
     shows(page, "Not read: 1 entry", "#files .notice")
     shows(page, "tp 2")
+    flags = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 100 --seq-length 8 --sequence-parallel"
+    )
+    opened(
+        page, tmp_path / "train.sh", f"source env.sh\ntorchrun --nnodes 1 --nproc_per_node 2 pretrain_gpt.py {flags}"
+    )
+    shows(page, "MW-SET-009 sequence parallelism with tensor parallelism 1", "#files .notice")
+    page.locator("#files .notice summary").click()
+    shows(page, "env.sh (not read)", "#files .notice")
 
 
 DROP = """(files) => {

@@ -186,9 +186,14 @@ def test_models_and_clusters_of_files(server: str) -> None:
     )
     assert opened("my-model.json", json.dumps(model))["config"]["model"]["name"] == "my-model"
     cluster = opened("cluster.toml", '[cluster]\nextends = "dgx-h100"\n', gpus=32)
-    assert cluster == {"kind": "cluster", "config": {"cluster": {"extends": "dgx-h100", "gpus": 32}}, "unread": []}
+    assert cluster == {
+        "kind": "cluster",
+        "config": {"cluster": {"extends": "dgx-h100", "gpus": 32}},
+        "unread": [],
+        "problems": [],
+    }
     run_file = opened("run.toml", "[plan]\ntp = 2\n[run]\nsteps = 3\n")
-    assert run_file == {"kind": "part of a plan file", "config": {"plan": {"tp": 2}}, "unread": ["run"]}
+    assert run_file == {"kind": "part of a plan file", "config": {"plan": {"tp": 2}}, "unread": ["run"], "problems": []}
     refusals = {
         "cluster.toml": '[cluster]\nextends = "other.toml"',
         "a.toml": 'extends = "b.toml"',

@@ -118,7 +118,7 @@ ROWS: tuple[tuple[Any, ...], ...] = (
     ("POST", "mend", "What is wrong with a plan, and the changes that make it legal", PLAN, ("problem", "mend")),
     ("POST", "text", "A plan file, a command, settings of other frameworks and launch files", PLAN, ("toml", "command", "settings", "launch")),
     ("POST", "trace", "The simulated step as a trace for Perfetto", PLAN, ("traceEvents",)),
-    ("POST", "file", "What a file is, as its lines: sections of a plan file, and what was not read", ref("FileBody"), ("kind", "config", "unread")),
+    ("POST", "file", "A file as sections of a plan file, what is unread, and warnings", ref("FileBody"), ("kind", "config", "unread", "problems")),
     ("GET", "catalog", "Models, clusters, stacks, schedules, fields, presets and views", [], ("models", "clusters", "stacks")),
     ("GET", "runs", "Run folders below the folder given at start", [], ("runs",)),
     ("GET", "runs/{name}", "One run folder: new rows and files since `seen`", parameters(name=TEXT, seen=TEXT), ("name", "rows", "seen")),

@@ -1,6 +1,7 @@
 """What a file that a person opens on the page is: a model, a cluster, a plan file or settings of another framework, as sections of a plan file."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from meshwright.describe.base import SECTIONS
@@ -10,13 +11,15 @@ from meshwright.describe.hf.reader import interpret
 from meshwright.errors import MeshwrightError
 from meshwright.interop.files import read_settings, sections
 from meshwright.units import Json
+from meshwright.view.settings import KINDS
 
 OF_TRANSFORMERS = {"architectures", "model_type"}
 PLANNED = ("model", "cluster", "stack", "workload", "plan", "adapter")  # the sections that the page keeps
 
 
 def opened(name: str, text: str, gpus: int = 0) -> Json:
-    """{"kind": what the file is, "config": the sections that it describes, "unread": what of it was not read}; raises if it is none of these.
+    """{"kind": what the file is, "config": the sections that it describes, "unread": what of it was not read, "problems": warnings about settings};
+    raises if it is none of these.
 
     `gpus`: data parallelism of settings takes what is left of them, and a cluster without a size gets them."""
     document = table(name, text)
@@ -28,11 +31,10 @@ def opened(name: str, text: str, gpus: int = 0) -> Json:
     if names and names <= {*SECTIONS, "plugins", "extends"}:
         return plan_file(name, text, document, gpus)
     reading = read_settings(name, gpus=gpus, text=text)
-    others = reading.understood.others
-    unread = [f"{key} ({kind})" for kind in ("unknown", "not modelled", "no effect") for key in others.get(kind, [])]
+    unread = [f"{key} ({kind})" for kind in KINDS for key in reading.understood.others.get(kind, [])]
     lacking = "" if reading.shape.complete else f", without the model's {', '.join(reading.shape.missing) or 'shape'}"
     kind = f"settings of {reading.framework.title}, {len(reading.understood.used)} read{lacking}"
-    return answer(kind, sections(reading), unread)
+    return answer(kind, sections(reading), unread, [problem.as_dict() for problem in reading.problems])
 
 
 def table(name: str, text: str) -> dict[str, Any]:
@@ -67,8 +69,8 @@ def plan_file(name: str, text: str, document: dict[str, Any], gpus: int) -> Json
     return answer("plan file" if {"model", "plan"} <= given.keys() else "part of a plan file", given, unread)
 
 
-def answer(kind: str, config: Json, unread: list[str] | None = None) -> Json:
-    found = {"kind": kind, "config": config, "unread": unread or []}
+def answer(kind: str, config: Json, unread: Sequence[str] = (), problems: Sequence[Json] = ()) -> Json:
+    found = {"kind": kind, "config": config, "unread": [*unread], "problems": [*problems]}
     try:
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError):

@@ -105,16 +105,17 @@ async function open(files) {
   if (pins) state.set("page.pins", pins);
   if (document.body.dataset.workspace !== "plan") state.set("page.view", "overview");
   const now = state.get(), changed = [...state.SECTIONS.filter((key) => JSON.stringify(now[key]) !== JSON.stringify(before[key])), ...(pins ? ["scenarios"] : [])];
-  const unread = opened.flatMap((one) => one.unread), left = chosen ? 0 : files.length - opened.length - refused.length;
+  const unread = opened.flatMap((one) => one.unread), problems = opened.flatMap((one) => one.problems ?? []), left = chosen ? 0 : files.length - opened.length - refused.length;
   const undo = () => { state.update(before); clear(notice); };
   shownFor = JSON.stringify(state.config());
   clear(notice).append(h("div", { class: "notice good" },
     h("p", null, opened.map(({ name, kind }) => h("b", null, `${name}: ${kind}. `)), changed.length ? `Changed: ${changed.join(", ")}. ` : "It changed nothing. ", button("Undo", undo, { class: "small" })),
     refused.map((one) => h("p", null, `Not opened: ${one.name}. ${one.error.what}`)), left ? h("p", null, `${left} more files were not opened: at most ${MOST_FILES} are.`) : null,
+    problems.map(({ code, what, why, fix }) => h("p", null, h("b", null, code), ` ${[what, why, fix && `Fix: ${fix}`].filter(Boolean).join(". ")}`)),
     unread.length ? h("details", null, h("summary", null, `Not read: ${unread.length} ${unread.length === 1 ? "entry" : "entries"}`), h("p", null, unread.join(", "))) : null));
 }
 
-/** What one file is: { kind, config, unread, scenarios }. */
+/** What one file is: { kind, config, unread, problems, scenarios }. */
 async function part(file, name) {
   if (file.size > MOST_BYTES) throw new source.Refusal(failed(`'${name}' has ${format.bytes(file.size)}`, `A part of a plan has at most ${format.bytes(MOST_BYTES)}; traces and recordings may be larger`));
   const text = await file.text();

@@ -82,7 +82,7 @@ export const text = (config, signal) => json("/api/text", { body: config, signal
 export const trace = (config) => json("/api/trace", { body: config });
 /** The view of dropped files: { view, data }. Their bytes go to this server as they are read from the disk. */
 export const dropped = (files, reference, signal) => json(`/api/dropped${reference ? `?reference=${encodeURIComponent(reference)}` : ""}`, { body: new Blob(files.flatMap(({ name, file }) => [`${JSON.stringify({ name, size: file.size })}\n`, file])), type: "application/x-meshwright-files", signal });
-/** What a file is: { kind, config, unread }. */
+/** What a file is: { kind, config, unread, problems }. */
 export const file = (body) => json("/api/file", { body });
 /** Whether there may be training runs: a server knows some, or `meshwright report` wrote them into the file. */
 export const hasRuns = live || Boolean(embedded.runs);
