@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import MeshwrightError
-from meshwright.interop import shell_syntax
 from meshwright.interop.files import is_settings_file, read_settings, script_of
 from meshwright.interop.reading import raise_first
-from meshwright.interop.shell import Shell, closed
+from meshwright.interop.shell import syntax
+from meshwright.interop.shell.commands import Shell
+from meshwright.interop.shell.open_values import closed
 
 MODEL = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --max-position-embeddings 4096"
 # ruff: noqa: E501
@@ -73,7 +74,7 @@ def bash_words(text: str, tmp_path: Path) -> list[list[str]]:
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
     shell = Shell()
-    shell.run(shell_syntax.parse(SNIPPETS[name]))
+    shell.run(syntax.parse(SNIPPETS[name]))
     found = [[closed(word) for word in each.words[1:]] for each in shell.started if each.words[0] == "run"]
     assert sorted(found) == sorted(bash_words(SNIPPETS[name], tmp_path))
 
@@ -90,7 +91,7 @@ DOCUMENTS = {
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_files_of_here_documents_are_those_that_bash_writes(name: str, tmp_path: Path) -> None:
     shell = Shell()
-    shell.run(shell_syntax.parse(DOCUMENTS[name]))
+    shell.run(syntax.parse(DOCUMENTS[name]))
     bash = shutil.which("bash") or "bash"
     subprocess.run([bash, "-c", DOCUMENTS[name]], cwd=tmp_path, timeout=20, check=True, capture_output=True)
     assert [text + "\n" for text in shell.files.values()] == [(tmp_path / "a.json").read_text()]

@@ -198,20 +198,22 @@ class Config(Shown):
 
     def check_trainable(self) -> Self:
         """Raise if the plan is illegal, or if `train` and `verify` do not run it: one predicate decides for both."""
-        self._refuse_illegal(trainer=True, dtypes=True)
+        self._refuse_illegal(trains=True)
         self.optimizer.check(self.workload, self.plan)
         return self
 
-    def _refuse_illegal(self, **questions: bool) -> None:
+    def _refuse_illegal(self, trains: bool = False) -> None:
         """Raise the first rule that the plan breaks. In place of a fix that undoes a data-parallel degree of `--set`, other GPUs are offered."""
-        described, world = (self.plan, self.model, self.workload), self.plan.world
-        error = legality.problem(Case(*described, self.cluster, self.stack, **questions))
+
+        def problem(cluster: Cluster) -> MeshwrightError | None:
+            return legality.problem(Case(self.plan, self.model, self.workload, cluster, self.stack, trains, trains))
+
+        error, world = problem(self.cluster), self.plan.world
         if error is None:
             return
         set_again = [name for name in ("replicate", "shard") if self.origin(f"plan.{name}") == "--set"]
         if any(f"plan.{name}=" in error.fix for name in set_again):
-            resized = Case(*described, self.cluster.with_gpus(world), self.stack, **questions)
-            fix = error.fix if legality.problem(resized) else f"--set cluster.gpus={world}"
+            fix = error.fix if problem(self.cluster.with_gpus(world)) else f"--set cluster.gpus={world}"
             error = MeshwrightError(error.code, error.what, why=error.why, valid=error.valid, fix=fix)
         raise error
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from meshwright.describe.files import read_text
 from meshwright.errors import MeshwrightError
 from meshwright.interop.keys import Settings, flags, flattened, is_open, plain
-from meshwright.interop.scripts import Script
-from meshwright.interop.shell import CLOSE, OPEN, as_written
+from meshwright.interop.shell.open_values import CLOSE, OPEN, as_written
+from meshwright.interop.shell.scripts import Script
 
 NAMES = ("--deepspeed_config", "--deepspeed-config")
 BATCHES = {"train_batch_size": "--global-batch-size", "train_micro_batch_size_per_gpu": "--micro-batch-size"}

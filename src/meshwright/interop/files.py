@@ -26,8 +26,8 @@ from meshwright.interop.frameworks import READABLE, framework_named
 from meshwright.interop.frameworks.torchtitan_python import program_settings
 from meshwright.interop.keys import Framework, Settings, flags, flattened
 from meshwright.interop.reading import SettingsReading, raise_first, understand
-from meshwright.interop.scripts import LEAST_KEYS, TORCHRUN, Script, read_script
 from meshwright.interop.shapes import catalog_cluster
+from meshwright.interop.shell.scripts import LEAST_KEYS, TORCHRUN, Script, read_script
 from meshwright.units import format_count
 from meshwright.version import install_command
 

@@ -26,8 +26,8 @@ from meshwright.interop.files import parse, recognise
 from meshwright.interop.keys import Framework
 from meshwright.interop.migrated_keys import Migration, account, names_model, value_of
 from meshwright.interop.reading import SettingsReading, merged_settings, raise_first, understand
-from meshwright.interop.scripts import Script
 from meshwright.interop.shapes import catalog_cluster, same_shape
+from meshwright.interop.shell.scripts import Script
 from meshwright.interop.write import check_runnable, form_of, settings_of
 
 CLUSTER = "dgx-b200"  # where the settings name no hardware: it has every precision, and decides nothing else but which axes fit in a node

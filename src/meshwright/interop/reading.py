@@ -19,8 +19,8 @@ from meshwright.interop.keys import Facts, Framework, SettingsProblem, Understoo
 from meshwright.interop.rules import check_rules
 from meshwright.interop.rules_megatron import MEGATRON_RULES
 from meshwright.interop.rules_torch import TORCH_RULES
-from meshwright.interop.scripts import Script
 from meshwright.interop.shapes import ShapeKeys, catalog_model, shape_of
+from meshwright.interop.shell.scripts import Script
 from meshwright.interop.stages import stages
 
 # --- Rules of frameworks about their settings, beyond those of a plan: what they refuse, and what they accept without a warning.

@@ -12,8 +12,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.interop import shell_syntax as syntax
-from meshwright.interop.shell import FLAG, Shell, Value, as_written
+from meshwright.interop.shell import syntax
+from meshwright.interop.shell.commands import Shell
+from meshwright.interop.shell.expansion import Value
+from meshwright.interop.shell.open_values import as_written
 
 LEAST_KEYS = 2  # of a framework, for a command to be its training
 # Options of launchers and of Slurm: nodes, processes of a node, and processes of all nodes.
@@ -31,6 +33,7 @@ SLURM = {
     "gpus": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
 }
 NUMBER = re.compile(r"\d{1,12}")  # of the environment only numbers are taken: a key or a password is not to be printed
+FLAG = re.compile(r"--[A-Za-z]")
 OPEN_NAME = re.compile(r"\$\{?([A-Za-z_]\w*)")
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 

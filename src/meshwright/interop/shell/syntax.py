@@ -3,29 +3,16 @@
     if [ $FP8 = 1 ]; then ARGS+=(--fp8-format hybrid); fi      →  If((condition, commands), …)
 
 The part of bash that training scripts use: simple commands, `&&`, `||` and pipes, `if`, `case`, `for`, `while`, functions, groups, arrays and
-here-documents. Words stay as they are written, with their quotes: `shell` expands them. What is not of this syntax is skipped, because a file of
+here-documents. Words stay as they are written, with their quotes: `expansion` expands them. What is not of this syntax is skipped, because a file of
 flags with an unquoted parenthesis should still be read.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-REDIRECTIONS = ("<<<", "<<-", "&>>", "<<", ">>", "&>", ">&", "<&", ">|", "<", ">")
-ENDS = (";;&", ";;", ";&", "\n", ";", "&")
-CONTROL = ("&&", "||", "|&", "|", "(", ")")
-OPERATORS = sorted((*REDIRECTIONS, *ENDS, *CONTROL), key=len, reverse=True)
-BEFORE_COMMAND = ("if", "while", "for", "then", "do")
-ARRAY = re.compile(r"[A-Za-z_]\w*(\[[^]\s]*\])?\+?=\(")
+from meshwright.interop.shell.tokens import ENDS, REDIRECTIONS, Token, tokens
+
 RESERVED = frozenset(("then", "elif", "else", "fi", "do", "done", "esac", "}"))
-CLOSING = {"(": ")", "{": "}", "[": "]"}
-
-
-@dataclass(frozen=True)
-class Token:
-    text: str
-    line: int
-    operator: bool = False
 
 
 @dataclass
@@ -112,119 +99,6 @@ def parse(text: str) -> list[Node]:
     return Parser(tokens(text.removeprefix("\ufeff").replace("\r\n", "\n"))).script()
 
 
-def end_of_quote(text: str, start: int) -> int:
-    """The place after the quote, the `$(…)`, `${…}` or backtick that starts here; the end of the text if it is never closed."""
-    opening = text[start]
-    if opening == "'":
-        return (text.find("'", start + 1) + 1) or len(text)
-    if opening in '"`':
-        place = start + 1
-        while place < len(text) and text[place] != opening:
-            place = end_of_part(text, place) if text[place] != "'" else place + 1
-        return min(place + 1, len(text))
-    depth, place = 0, start
-    closing = CLOSING[opening]
-    while place < len(text):
-        if text[place] in (opening, closing):
-            depth += 1 if text[place] == opening else -1
-            place += 1
-            if depth == 0:
-                return place
-        elif text[place] == "#" and opening == "(" and text[place - 1] in " \t\n":
-            place = end_of_line(text, place)
-        else:
-            place = end_of_part(text, place)
-    return place
-
-
-def end_of_line(text: str, place: int) -> int:
-    """The place of the next line feed, or of the end of the text."""
-    end = text.find("\n", place)
-    return end if end >= 0 else len(text)
-
-
-def end_of_part(text: str, place: int) -> int:
-    """The place after one character of a word, or after the quote or expansion that starts there."""
-    if text[place] == "\\":
-        return min(place + 2, len(text))
-    if text[place] in "'\"`":
-        return end_of_quote(text, place)
-    if text[place] == "$" and text[place + 1 : place + 2] in ("(", "{"):
-        return end_of_quote(text, place + 1)
-    return place + 1
-
-
-def tokens(text: str) -> list[Token]:
-    """Words and operators, each with its line. A here-document is the word after its operator."""
-    out: list[Token] = []
-    waiting: list[
-        tuple[int, str, bool]
-    ] = []  # documents whose text starts on the next line: token, delimiter, tabs removed
-    place = line = 0
-    while place < len(text):
-        char = text[place]
-        if char in " \t" or text.startswith("\\\n", place):
-            step = 2 if char == "\\" else 1
-            line += step - 1
-            place += step
-            continue
-        if char == "#":
-            place = end_of_line(text, place)
-            continue
-        operator = next((each for each in OPERATORS if text.startswith(each, place)), "")
-        starts_command = not out or out[-1].operator or out[-1].text in BEFORE_COMMAND
-        if operator == "(" and starts_command and text.startswith("((", place):
-            end = end_of_quote(text, place)
-            out.append(Token(text[place:end], line))
-        elif operator:
-            end = place + len(operator)
-            out.append(Token(operator, line, operator=True))
-            if operator == "\n" and waiting:
-                end = _documents(text, end, waiting, out)
-        else:
-            end = _end_of_word(text, place)
-            word = text[place:end]
-            if out and out[-1].operator and out[-1].text in ("<<", "<<-"):
-                waiting.append((len(out), re.sub(r"[\"'\\]", "", word), out[-1].text == "<<-"))
-            elif word.isdigit() and text[end : end + 1] in ("<", ">"):  # 2>&1
-                word = ""
-            if word:
-                out.append(Token(word, line))
-        line += text.count("\n", place, end)
-        place = end
-    return out
-
-
-def _end_of_word(text: str, place: int) -> int:
-    start = place
-    array = ARRAY.match(text, place)
-    if array:
-        place = end_of_quote(text, array.end() - 1)
-    while place < len(text) and text[place] not in " \t\n;&|()<>":
-        place = end_of_part(text, place)
-        if text[place : place + 1] == "(" and text[place - 1] in "@!?+*":  # a pattern such as @(a|b)
-            place = end_of_quote(text, place)
-    return max(place, start + 1)
-
-
-def _documents(text: str, place: int, waiting: list[tuple[int, str, bool]], out: list[Token]) -> int:
-    """Read the here-documents that start on this line; their words become their text."""
-    for index, delimiter, tabs in waiting:
-        body: list[str] = []
-        while place < len(text):
-            end = end_of_line(text, place)
-            row = text[place:end]
-            row = row.lstrip("\t") if tabs else row
-            place = end + 1
-            if row.strip() == delimiter:
-                break
-            body.append(row)
-        quoted = out[index].text[0] in "'\"\\"
-        out[index] = Token(("'" if quoted else '"') + "\n".join(body), out[index].line)
-    waiting.clear()
-    return min(place, len(text))
-
-
 class Parser:
     """Recursive descent over tokens; a token that cannot stand where it does is skipped."""
 
@@ -275,8 +149,7 @@ class Parser:
         out = Chain(self.pipe())
         while self.at("&&", "||", operator=True):
             sign = self.take().text
-            while self.accept("\n", operator=True):
-                pass
+            self.skip("\n")
             out.then.append((sign, self.pipe()))
         return out if out.then else out.first
 
@@ -285,8 +158,7 @@ class Parser:
         out = Pipe([self.command()], negated)
         while self.at("|", "|&", operator=True):
             self.place += 1
-            while self.accept("\n", operator=True):
-                pass
+            self.skip("\n")
             out.commands.append(self.command())
         return out if negated or len(out.commands) > 1 else out.commands[0]
 
@@ -315,6 +187,10 @@ class Parser:
             self.redirections()
             return node
         return self.simple()
+
+    def skip(self, *operators: str) -> None:
+        while self.accept(*operators, operator=True):
+            pass
 
     def redirections(self, command: Simple | None = None) -> None:
         """Skip redirections; a command keeps its here-document or here-string and the file that it writes."""
@@ -354,8 +230,7 @@ class Parser:
         return text
 
     def body_of(self, name: str) -> Function:
-        while self.accept("\n", operator=True):
-            pass
+        self.skip("\n")
         return Function(name, self.command())
 
     def function(self, token: Token) -> Node:
@@ -388,16 +263,14 @@ class Parser:
                 word = self.take()
                 patterns += [] if word.operator else [word.text]
             out.branches.append((patterns, self.commands("esac", operator_ends=(";;", ";&", ";;&"))))
-            while self.accept(*ENDS, operator=True):
-                pass
+            self.skip(*ENDS)
         self.accept("esac")
         return out
 
     def loop(self, token: Token) -> Node:
         name = self.take().text
         words: list[str] | None = None
-        while self.accept("\n", operator=True):
-            pass
+        self.skip("\n")
         if self.accept("in"):
             words = []
             while self.place < len(self.tokens) and not self.token.operator:
@@ -409,8 +282,7 @@ class Parser:
         return While(condition, self.body(), token.text == "until", token.line)
 
     def body(self) -> list[Node]:
-        while self.accept(*ENDS, operator=True):
-            pass
+        self.skip(*ENDS)
         self.accept("do")
         body = self.commands("done")
         self.accept("done")
