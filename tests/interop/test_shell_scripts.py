@@ -41,6 +41,7 @@ SNIPPETS = {
     "comments": "run a # b\n# run c\nrun d#e \\\n  f\n",
     "redirections": "run a > /dev/null 2>&1; run b &>/dev/null; run c 2>/dev/null </dev/null; run d >> /dev/null",
     "indirect and associative": 'declare -A L=([7b]=32 [70b]=80)\nS=70b\nrun ${L[$S]} ${L[7b]}\nP=S; run ${!P}',
+    "an element of a plain variable": 'A=2\nA[1]=3\nB=""\nB+=(4)\nrun "${A[@]}" "${B[@]}"',
     "exported": "export A=1 B='x y'\ndeclare -i C=4\nreadonly D=5\nrun $A \"$B\" $C $D",
     "nested programs": "X=3\nbash -c \"run inner $X\"\neval 'run $X'\n",
     "negative and signed words": "run --lr 1e-4 -1 --x=-2 +a.b=c key=value",

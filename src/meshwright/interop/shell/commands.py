@@ -69,13 +69,19 @@ class Shell(Expansion):
                     return None if value is None else bool(value)
                 return self.test(node.words, split=False)
             case syntax.Pipe():
-                return self.pipe(node)
+                self.is_open = self.is_open or len(node.commands) > 1  # what the last program prints
+                status = [self.execute(each) for each in node.commands][-1]
+                return status if status is None or not node.negated else not status
             case syntax.Chain():
                 return self.chain(node)
             case syntax.If():
                 return self.branch(node)
             case syntax.CaseOf():
-                return self.choose(node)
+                word = closed(self.text(node.word))
+                for patterns, body in node.branches:
+                    if any(fnmatch.fnmatchcase(word, closed(self.text(pattern))) for pattern in patterns):
+                        return self.run(body)
+                return True
             case syntax.For():
                 words = self.arguments if node.words is None else [w for raw in node.words for w in self.expand(raw)]
                 for word in words[:MOST_TURNS]:
@@ -105,12 +111,6 @@ class Shell(Expansion):
         """A subshell: what it assigns is gone afterwards."""
         return replace(self, variables=dict(self.variables))
 
-    def pipe(self, node: syntax.Pipe) -> bool | None:
-        if len(node.commands) > 1:
-            self.is_open = True  # what the last program prints
-        status = [self.execute(each) for each in node.commands][-1]
-        return status if status is None or not node.negated else not status
-
     def chain(self, node: syntax.Chain) -> bool | None:
         """a && b || c. A program whose success is open counts as successful here, so `cd DIR || exit` goes on."""
         status = self.execute(node.first)
@@ -137,13 +137,6 @@ class Shell(Expansion):
             self.skipped.append(
                 f"line {line + 1}: {', '.join(shown(word) for word in words[:3])}{' …' * (len(words) > 3)}"
             )
-
-    def choose(self, node: syntax.CaseOf) -> bool | None:
-        word = closed(self.text(node.word))
-        for patterns, body in node.branches:
-            if any(fnmatch.fnmatchcase(word, closed(self.text(pattern))) for pattern in patterns):
-                return self.run(body)
-        return True
 
     def simple(self, node: syntax.Simple) -> bool | None:
         words = list(node.words)

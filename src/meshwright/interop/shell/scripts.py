@@ -19,11 +19,13 @@ from meshwright.interop.shell.open_values import as_written
 
 LEAST_KEYS = 2  # of a framework, for a command to be its training
 # Options of launchers and of Slurm: nodes, processes of a node, and processes of all nodes.
-NODES = ("--nnodes", "--nodes", "-N", "--num_nodes", "--num_machines", "--num-nodes")
-GPUS = ("--nproc_per_node", "--nproc-per-node", "--gpus-per-node", "--gpus_per_node", "--num_gpus", "--gres")
-TASKS = ("--ntasks-per-node",)
+OPTIONS = {
+    **dict.fromkeys(("--nnodes", "--nodes", "-N", "--num_nodes", "--num_machines", "--num-nodes"), "nodes"),
+    **dict.fromkeys(("--nproc_per_node", "--nproc-per-node", "--gpus-per-node", "--gpus_per_node", "--num_gpus", "--gres"), "gpus"),
+    **dict.fromkeys(("--num_processes", "-np", "-n", "--ntasks"), "all"),
+    "--ntasks-per-node": "tasks",
+}  # fmt: skip
 TORCHRUN = ("--nnodes", "--nproc_per_node", "--nproc-per-node")
-ALL = ("--num_processes", "-np", "-n", "--ntasks")
 GPU_LISTS = ("--gres", "--gpus-per-node")  # gpu:h100:8
 DIRECTIVE = re.compile(r"^#SBATCH\s+(.+)$", re.MULTILINE)
 PROGRAM = re.compile(r".*\.py|llamafactory-cli|axolotl|tune|nemo")
@@ -110,10 +112,13 @@ def command_of(words: Sequence[str], given: dict[str, str]) -> Script:
     first = next((i for i, word in enumerate(words) if PROGRAM.fullmatch(word)), -1)
     module = next((i + 1 for i, word in enumerate(words[:-1]) if word == "-m" and (first < 0 or i < first)), -1)
     first = module if module >= 0 and first < 0 else first
-    launched = launcher_options([as_written(word) for word in words[: max(first, 0)]], given)
-    if "torchrun" in " ".join(words[: max(first, 0)]) and "each" in launched:
+    launcher = [as_written(word) for word in words[: max(first, 0)]]
+    launched = launcher_options(launcher, given)
+    if "torchrun" in " ".join(launcher) and "each" in launched:
         launched.setdefault("nodes", "1")
-    out = Script([*torchrun_flags(words[: max(first, 0)]), "--"], launched=launched)
+    # Some frameworks have flags of torchrun as settings too.
+    own = [word for name, value in options(launcher) if name in TORCHRUN for word in (name, value) if value]
+    out = Script([*own, "--"], launched=launched)
     for word in map(as_written, words[first + 1 :]):
         if FLAG.match(word) or word == "--":
             out.args.append(word)
@@ -124,12 +129,11 @@ def command_of(words: Sequence[str], given: dict[str, str]) -> Script:
     return out
 
 
-def torchrun_flags(words: Sequence[str]) -> Iterator[str]:
-    """The flags of torchrun that some frameworks have as settings too."""
-    for place, word in enumerate(map(as_written, words)):
+def options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Every word as an option with its value, behind `=` or in the next word."""
+    for place, word in enumerate(words):
         name, sign, value = word.partition("=")
-        if name in TORCHRUN and (sign or place + 1 < len(words)):
-            yield from (name, value if sign else as_written(words[place + 1]))
+        yield name, value if sign else "".join(words[place + 1 : place + 2])
 
 
 def launcher_options(words: Sequence[str], given: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -137,17 +141,10 @@ def launcher_options(words: Sequence[str], given: Mapping[str, str] | None = Non
 
     Slurm often starts one task on a node, which starts one process for each GPU: numbers of GPUs come before numbers of tasks."""
     own: dict[str, str] = {}
-    facts = {
-        name: fact
-        for fact, names in {"nodes": NODES, "gpus": GPUS, "tasks": TASKS, "all": ALL}.items()
-        for name in names
-    }
-    for place, word in enumerate(words):
-        name, sign, value = word.partition("=")
-        value = value if sign else "".join(words[place + 1 : place + 2])
+    for name, value in options(words):
         number = re.search(r"(\d+|\$.*)$" if name in GPU_LISTS else r"^(\d+|\$.*)$", value)
-        if name in facts and number:
-            own[facts[name]] = number[1]
+        if name in OPTIONS and number:
+            own[OPTIONS[name]] = number[1]
     out = {**(given or {}), **own}
     nodes = out.get("nodes", "1")
     if "gpus" not in own and own.get("all", "").isdigit() and nodes.isdigit():

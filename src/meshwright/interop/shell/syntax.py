@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from meshwright.interop.shell.tokens import ENDS, REDIRECTIONS, Token, tokens
 
+CASE_ENDS = (";;", ";&", ";;&")
 RESERVED = frozenset(("then", "elif", "else", "fi", "do", "done", "esac", "}"))
 
 
@@ -110,7 +111,7 @@ class Parser:
         return self.tokens[self.place] if self.place < len(self.tokens) else Token("", 0, operator=True)
 
     def at(self, *texts: str, operator: bool = False) -> bool:
-        return self.place < len(self.tokens) and self.token.operator == operator and self.token.text in texts
+        return self.token.operator == operator and self.token.text in texts
 
     def take(self) -> Token:
         token = self.token
@@ -129,20 +130,16 @@ class Parser:
             self.place += 1  # a word that closes nothing
         return out
 
-    def commands(self, *ends: str, operator_ends: Sequence[str] = ()) -> list[Node]:
-        """Commands up to one of the words that end them."""
+    def commands(self, in_case: bool = False) -> list[Node]:
+        """Commands up to a word that ends them, or to the `;;` of a case."""
         out: list[Node] = []
-        while self.place < len(self.tokens):
-            if self.at(*ends) or self.at(*operator_ends, operator=True):
-                break
-            if self.at(*ENDS, operator=True):
-                self.place += 1
-                continue
-            if self.at(*RESERVED) or self.at(")", operator=True):
+        while self.place < len(self.tokens) and not self.at(*RESERVED) and not self.at(")", operator=True):
+            if in_case and self.at(*CASE_ENDS, operator=True):
                 break
             before = self.place
-            out.append(self.chain())
-            self.place += self.place == before
+            if not self.accept(*ENDS, operator=True):
+                out.append(self.chain())
+                self.place += self.place == before
         return out
 
     def chain(self) -> Node:
@@ -156,8 +153,7 @@ class Parser:
     def pipe(self) -> Node:
         negated = self.accept("!")
         out = Pipe([self.command()], negated)
-        while self.at("|", "|&", operator=True):
-            self.place += 1
+        while self.accept("|", "|&", operator=True):
             self.skip("\n")
             out.commands.append(self.command())
         return out if negated or len(out.commands) > 1 else out.commands[0]
@@ -166,9 +162,8 @@ class Parser:
         token = self.token
         if self.at("(", operator=True) or self.at("{"):
             self.place += 1
-            end = ")" if token.operator else "}"
-            body = self.commands(*(() if token.operator else "}"), operator_ends=(")",) if token.operator else ())
-            self.accept(end, operator=token.operator)
+            body = self.commands()
+            self.accept(")" if token.operator else "}", operator=token.operator)
             self.redirections()
             return CommandGroup(body, token.operator)
         if token.operator or not token.text:
@@ -196,7 +191,7 @@ class Parser:
         """Skip redirections; a command keeps its here-document or here-string and the file that it writes."""
         while self.at(*REDIRECTIONS, operator=True):
             operator = self.take().text
-            if self.place < len(self.tokens) and not self.token.operator:
+            if not self.token.operator:
                 word = self.take().text
                 if command and operator in ("<<", "<<-", "<<<"):
                     command.document = word
@@ -205,18 +200,19 @@ class Parser:
 
     def simple(self) -> Node:
         out = Simple([], self.token.line)
-        while self.place < len(self.tokens):
+        while True:
             self.redirections(out)
             if self.at("(", operator=True):
-                if len(out.words) == 1 and self.tokens[self.place + 1 : self.place + 2] and self.tokens[self.place + 1].text == ")":  # fmt: skip
+                if len(out.words) == 1 and [token.text for token in self.tokens[self.place + 1 : self.place + 2]] == [
+                    ")"
+                ]:
                     self.place += 2
                     return self.body_of(out.words[0])
                 out.words.append(self.parenthesis())
-            elif self.token.operator or self.place >= len(self.tokens):
-                break
+            elif self.token.operator:
+                return out
             else:
                 out.words.append(self.take().text)
-        return out
 
     def parenthesis(self) -> str:
         """The text of an unquoted parenthesis, as in a list of flags: no command can start there."""
@@ -242,13 +238,13 @@ class Parser:
     def condition(self, token: Token) -> Node:
         out = If([], [], token.line)
         while True:
-            test = self.commands("then")
+            test = self.commands()
             self.accept("then")
-            out.branches.append((test, self.commands("elif", "else", "fi")))
+            out.branches.append((test, self.commands()))
             if self.accept("elif"):
                 continue
             if self.accept("else"):
-                out.otherwise = self.commands("fi")
+                out.otherwise = self.commands()
             self.accept("fi")
             return out
 
@@ -262,7 +258,7 @@ class Parser:
             while self.place < len(self.tokens) and not self.accept(")", operator=True):
                 word = self.take()
                 patterns += [] if word.operator else [word.text]
-            out.branches.append((patterns, self.commands("esac", operator_ends=(";;", ";&", ";;&"))))
+            out.branches.append((patterns, self.commands(in_case=True)))
             self.skip(*ENDS)
         self.accept("esac")
         return out
@@ -273,18 +269,17 @@ class Parser:
         self.skip("\n")
         if self.accept("in"):
             words = []
-            while self.place < len(self.tokens) and not self.token.operator:
+            while not self.token.operator:
                 words.append(self.take().text)
         return For(name, words, self.body(), token.line)
 
     def repeat(self, token: Token) -> Node:
-        condition = self.commands("do")
-        return While(condition, self.body(), token.text == "until", token.line)
+        return While(self.commands(), self.body(), token.text == "until", token.line)
 
     def body(self) -> list[Node]:
         self.skip(*ENDS)
         self.accept("do")
-        body = self.commands("done")
+        body = self.commands()
         self.accept("done")
         return body
 

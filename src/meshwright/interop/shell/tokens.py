@@ -11,10 +11,8 @@ BEFORE_COMMAND = ("if", "while", "for", "then", "do")
 ARRAY = re.compile(r"[A-Za-z_]\w*(\[[^]\s]*\])?\+?=\(")
 CLOSING = {"(": ")", "{": "}", "[": "]"}
 
-
-Waiting = tuple[
-    int, str, bool
-]  # a document whose text starts on the next line: its token, its delimiter, whether tabs are removed
+# A document whose text starts on the next line: its token, its delimiter, and whether tabs are removed.
+Waiting = tuple[int, str, bool]
 
 
 @dataclass(frozen=True)
