@@ -258,7 +258,7 @@ def test_50_searches_at_once_are_answered_or_told_when_to_try_again(server: str)
             return await asyncio.gather(*(client.post(server + "/api/plan", json=body) for body in bodies))
 
     answers = run_async(all_of_them())
-    assert {answer.status_code for answer in answers} == {200, 429}
+    assert {200} <= {answer.status_code for answer in answers} <= {200, 429}
     for answer in answers:
         if answer.status_code == 429:
             assert answer.json()["error"]["code"] == "MW-WEB-002"

@@ -7,11 +7,17 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
-from meshwright.web import schema
+from meshwright.web import dropped, schema
 from web.running import CLIENT
 
 DAILY = ("/api/estimate", "/api/views", "/api/choices", "/api/show", "/api/file", "/api/runs/{name}")
 LONGEST_S = 60  # of one request; a search is ended by its own limit before
+
+
+@schemathesis.serializer(dropped.TYPE)
+def dropped_files(context: Any, value: Any) -> bytes:
+    """The bytes of dropped files, which the generator makes of any kind."""
+    return value if isinstance(value, bytes) else str(value).encode("utf-8", "replace")
 
 
 def checked(server: str, path: str, mode: GenerationMode, examples: int) -> None:
