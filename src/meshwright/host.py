@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -45,6 +46,22 @@ def end_with_parent(folder: Path | None = None, parent_ended: Callable[[], objec
     thread = threading.Thread(target=end, name="meshwright-parent", daemon=True)
     thread.start()
     return thread
+
+
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C wait for the end of the block: a process that starts in it is known before its parent is told to end."""
+    received: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()  # only there signals are handled
+    numbers = (signal.SIGTERM, signal.SIGINT) if in_main else ()
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in received:
+            signal.raise_signal(late)
 
 
 def process_start(pid: int) -> int:

@@ -21,7 +21,7 @@ from meshwright.interop.frameworks import framework_named
 from meshwright.planner.tune import session
 from meshwright.planner.tune.belief import Belief, MemoryBelief
 from meshwright.planner.tune.candidates import configuration, user_plan
-from meshwright.planner.tune.run import NO_MEMORY, last_line, readable
+from meshwright.planner.tune.run import NO_MEMORY, Command, last_line, readable
 from meshwright.view.json_schema import output_schema
 from meshwright.view.tables import show
 from meshwright.view.tune import page
@@ -202,6 +202,23 @@ def test_a_call_that_was_killed_goes_on(folder, capsys):
     assert [line for line in lines if line["kind"] == "end"][:1] == first
     interrupted = [line["candidate"] for line in lines if line["kind"] == "start"][1:3]
     assert interrupted[0] == interrupted[1]  # first it runs what was interrupted
+
+
+def test_a_signal_while_a_run_starts_ends_the_run(folder, monkeypatch):
+    """The signal comes before `Popen` has returned, when nobody knows the process yet."""
+    started = []
+
+    class Slow(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Slow)
+    command = Command((), None, steps=1, timeout_s=60.0)
+    with pytest.raises(KeyboardInterrupt):
+        command.execute([sys.executable, "-c", "import time; time.sleep(600)"], folder / "output")
+    assert started[0].poll() is not None
 
 
 def test_the_processes_of_a_run_are_ended_at_its_limit(folder, capsys):

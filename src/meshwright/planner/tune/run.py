@@ -26,6 +26,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.files import write_text
 from meshwright.describe.run_folder import read_json
 from meshwright.errors import MeshwrightError
+from meshwright.host import deferred_signals
 from meshwright.interop.keys import Framework
 from meshwright.interop.logs import steps_in
 from meshwright.interop.write import flag_words, settings_of, write_file
@@ -139,25 +140,27 @@ class Command:
 
     def execute(self, words: Sequence[str], output: Path) -> int | None:
         """The exit code of the words; None if they were ended at the limit."""
+        child = None
         with output.open("wb") as log:
             try:
-                child = subprocess.Popen(  # inherits the lock of the folder
-                    words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    close_fds=False,
-                )
+                with deferred_signals():
+                    child = subprocess.Popen(  # inherits the lock of the folder
+                        words,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                        close_fds=False,
+                    )
+                return child.wait(self.timeout_s)
             except OSError as error:
                 log.write(f"{words[0]}: {error.strerror}\n".encode())
                 return NOT_FOUND
-            try:
-                return child.wait(self.timeout_s)
             except subprocess.TimeoutExpired:
                 return None
             finally:
-                end_group(child)
+                if child is not None:
+                    end_group(child)
 
     def measured(self, number: int, config: Config, folder: Path, text: str) -> TuneRun | None:
         """The step time in a run folder, else in the output."""
