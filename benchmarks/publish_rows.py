@@ -7,10 +7,10 @@ Llama-3.2 1B and 3B with an untied head, found by their number of parameters. Th
 is as fast there as with cuDNN alone.
 
 The tables of Megatron-Bridge do not have CUDA graphs, the dispatcher of experts and the overlap of its messages, what is recomputed, modules of
-multi-token prediction (its recipes train them with DeepSeek-V3 and Nemotron 3 Super), the layers of each stage, fused products of experts and
-layers in bf16. `bridge_settings.csv` has them, from the settings of the same release in its repository (`scripts/performance/configs`, and the
-recipes in `src/megatron/bridge/recipes` that they start from; v0.1.0rc4 for the tables of 25.09) whose degrees and micro-batch are those of
-the row. A row without such settings in its release or the one before or after has blank cells.
+multi-token prediction (its recipes train them with DeepSeek-V3 and Nemotron 3 Super), the layers of each stage, fused products of experts,
+layers in bf16 and layers whose activations are offloaded. `bridge_settings.csv` has them, from the settings of the same release in its
+repository (`scripts/performance/configs`, and the recipes in `src/megatron/bridge/recipes` that they start from; v0.1.0rc4 for the tables of
+25.09) whose degrees and micro-batch are those of the row. A row without such settings in its release or the one before or after has blank cells.
 """
 
 import csv
@@ -32,6 +32,7 @@ SETTING_COLUMNS = (
     "stages",
     "fused",
     "wide_layers",
+    "offload_layers",
 )
 PAPER = "facts of a paper"
 LICENCES = {

@@ -493,6 +493,8 @@ def test_settings_of_a_recipe_are_read_from_its_row():
     some = case(recompute_mode="full", recompute_layers="5")
     assert (some.plan.recompute, some.plan.recompute_layers) == ("full", 5)
     assert case(recompute_mode="full").plan.recompute_layers == 0
+    away = case(offload_layers="20").plan
+    assert (away.offload, away.offload_layers, case().plan.offload) == ("activations", 20, "none")
 
 
 @pytest.mark.parametrize(

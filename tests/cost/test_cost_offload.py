@@ -48,6 +48,32 @@ def test_copies_are_hidden_behind_the_compute_of_their_phase(recompute):
     assert float(slow.busy["compute"][0]) == pytest.approx(float(without.busy["compute"][0]), rel=1e-9)
 
 
+def test_copies_of_some_layers_run_behind_the_compute_of_all():
+    """16 of 32 layers: half the copies, against the same compute; the device keeps what the others save, of two layers at least."""
+    _, without = costed()
+    half, slow = costed(1e8, offload="activations", offload_layers=MODEL.layers // 2)
+    whole, slower = costed(1e8, offload="activations")
+    both_ways = 2 * saved_bytes(whole) / 1e8
+    hidden = both_ways - float(slower.exposed["offload"][0])
+    assert float(slow.exposed["offload"][0]) == pytest.approx(both_ways / 2 - hidden, rel=1e-9)
+    kept = [float(program.ranks[0].kept[0]) for program in (costed()[0], half, whole)]
+    assert kept[1] == pytest.approx(kept[0] / 2)
+    assert kept[2] == pytest.approx(kept[0] * 2 / MODEL.layers, rel=0.07)
+    fast = costed(1e12, offload="activations", offload_layers=MODEL.layers // 2)[1]
+    assert float(fast.time[0]) == pytest.approx(float(without.time[0]), rel=1e-3)
+
+
+@pytest.mark.parametrize("fields", [{"pp": 2, "tp": 4}, {"pp": 2, "tp": 4, "virtual": 2, "schedule": "interleaved"}])
+def test_the_first_layers_of_each_stage_are_offloaded(fields):
+    """3 layers of a stage leave; all micro-batches in flight keep those of the others."""
+    kept = {
+        n: float(costed(offload="activations" if n else "none", offload_layers=n, **fields)[0].ranks[0].kept[0])
+        for n in (0, 3)
+    }
+    stages = 2 * fields.get("virtual", 1)
+    assert kept[3] == pytest.approx(kept[0] * (1 - 3 * stages / MODEL.layers))
+
+
 def test_partial_recompute_copies_more_than_inputs():
     sizes = [
         float(costed(1e8, offload="activations", recompute="full", recompute_layers=n)[1].busy["comm:host"][0])

@@ -144,6 +144,7 @@ EXAMPLES = {
     "order_names_each_axis": ({"order": ("tp", "tp", "pp", "dp")}, None, {}),
     "sequence_parallel_needs_megatron_form": ({"sp": True, "tp_form": "all-gather"}, None, {}),
     "chosen_layers_need_full": ({"recompute_every": 2}, None, {}),
+    "offloaded_layers_need_activations": ({"offload": "states", "offload_layers": 2}, None, {}),
     "budget_needs_auto": ({"recompute_budget": 1e9}, None, {}),
     "local_sgd_needs_whole_replicas": ({"average_every": 4}, None, {}),
     "stages_per_rank": ({"pp": 2, "schedule": "zbv"}, None, {}),

@@ -195,7 +195,7 @@ OTHER_VALUES = {
     "schedule": "looped-bfs", "layers_per_stage": (3, 1, 2, 2), "ep": 4, "expert_tp": 1, "microbatch": 2, "zero": 2, "reshard": False,
     "prefetch": False, "wrap": 0, "reduce": "step", "average_every": 2, "recompute": "selective", "recompute_every": 2,
     "recompute_layers": 1, "recompute_budget": 1e9, "param_dtype": "fp16", "grad_dtype": "bf16", "state_dtype": "bf16", "master": False,
-    "comm_dtype": "bf16", "overlap": ("dp",), "compression": "int8", "offload": "states", "order": ("tp", "cp", "dp", "pp"),
+    "comm_dtype": "bf16", "overlap": ("dp",), "compression": "int8", "offload": "states", "offload_layers": 1, "order": ("tp", "cp", "dp", "pp"),
     "gather_dtype": "fp8",
 }  # fmt: skip
 
@@ -216,6 +216,7 @@ def test_a_title_shows_every_field_that_changes_the_cost() -> None:
         "data": {"tp": 2, "sp": True, "cp": 2, "shard": 2, "zero": 3, "recompute": "full"},
         "replicas": {"replicate": 4},
         "auto": {"recompute": "auto"},
+        "offload": {"offload": "both"},
     }
     titles = set()
     for fields in bases.values():

@@ -320,11 +320,39 @@ def test_offloaded_activations_take_no_memory(offload: dict[str, Any], share: fl
     elif share is None:
         assert less.memory_gib < plain.memory_gib - 1
     else:
-        found = bridge(gpus=16, activation_offload_layers=32)
-        assert found.memory_gib is not None
-        assert less.memory_gib - found.memory_gib == pytest.approx(
-            share * (plain.memory_gib - found.memory_gib), rel=1e-6
+        most = bridge(gpus=16, activation_offload_layers=28)  # of the last four layers nothing is moved
+        assert most.memory_gib is not None
+        assert less.memory_gib - most.memory_gib == pytest.approx(
+            (share - 4 / 32) / (1 - 4 / 32) * (plain.memory_gib - most.memory_gib), rel=1e-6
         )
+
+
+def test_layers_are_offloaded_where_the_framework_does_so() -> None:
+    """Megatron-Core asks for the switch and for a number, below the layers of the model; Megatron-LM has the number only."""
+    layers = {"model__cpu_offloading_num_layers": 24}
+    plain, named = bridge(gpus=16), bridge(gpus=16, **layers)
+    assert named.memory_gib == plain.memory_gib  # as NVIDIA's recipes of gpt-oss do: the switch is off
+    for off in ({}, {"model__cpu_offloading_num_layers": 0}, {**layers, "model__cpu_offloading_activations": False}):
+        found = bridge(gpus=16, model__cpu_offloading=True, **off)
+        assert found.reading is not None
+        assert found.reading.plan.offload == "none"
+    on = bridge(gpus=16, model__cpu_offloading=True, **layers)
+    flags = ["--num-layers", "32", "--micro-batch-size", "1", "--cpu-offloading-num-layers", "24"]
+    flagged = verdict({"framework": "Megatron-LM", "args": flags, "gpus": 8})
+    for found in (on, flagged):
+        assert found.reading is not None
+        assert (found.reading.plan.offload, found.reading.plan.offload_layers) == ("activations", 24)
+        assert found.legal
+    for wrong in ({"model__pipeline_model_parallel_size": 2}, {"model__recompute_granularity": "selective"}):
+        assert bridge(gpus=16, model__cpu_offloading=True, **layers, **wrong).legal is False
+    assert verdict({"framework": "Megatron-LM", "args": [*flags[:-1], "32"], "gpus": 8}).legal is False
+
+
+def test_modules_that_are_offloaded_are_said_to_have_no_time() -> None:
+    found = bridge(gpus=16, model__fine_grained_activation_offloading=True, model__offload_modules=["core_attn"])
+    assert found.legal
+    (warning,) = (f for f in found.findings if "core_attn" in f["what"])
+    assert (warning["severity"], "time of their copies" in warning["why"]) == ("warning", True)
 
 
 @pytest.mark.parametrize(("swiglu", "ffn"), [(True, 10880), (False, 16384)])

@@ -5,10 +5,14 @@ from dataclasses import replace
 import pytest
 
 from meshwright import api
+from meshwright.describe import catalog
+from meshwright.describe.config import Config
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.interop.frameworks import FRAMEWORKS
 from meshwright.interop.keys import write_settings
-from meshwright.interop.write import settings_of
+from meshwright.interop.write import check_runnable, settings_of
 from meshwright.view.launch_files.job import make_job
 
 QUESTION = {"cluster": "dgx-h100", "gpus": 8, "batch": 64, "seq": 4096}
@@ -83,3 +87,23 @@ def test_fsdp_of_megatron_is_written_without_asynchronous_saves(name, key):
     table = FRAMEWORKS[name].table
     assert key in write_settings(table, {"sharding": "optimizer", "saves": "copied"})[0]
     assert key not in write_settings(table, {"sharding": "parameters", "saves": "copied"})[0]
+
+
+@pytest.mark.parametrize("name", ["megatron-lm", "megatron-bridge"])
+def test_offloaded_layers_are_written_where_the_framework_moves_them(name):
+    """Transformer Engine keeps the last layer, and Megatron-Core has no offloading in a pipeline or with recompute."""
+    config = Config(
+        catalog.load("models", "llama3-8b"), catalog.load("clusters", "dgx-h100").with_gpus(8), Plan(tp=8, sp=True),
+        Workload(batch=8, seq=4096), catalog.load("stacks", FRAMEWORKS[name].stack),
+    )  # fmt: skip
+    some, whole = Plan(tp=8, sp=True, offload="activations", offload_layers=20), Plan(tp=8, offload="activations")
+    written = settings_of(config.but(plan=some), FRAMEWORKS[name])
+    assert {str(v) for k, v in written.settings.items() if "offloading" in k} <= {"20", "True"}
+    assert (written.back.plan.offload, written.back.plan.offload_layers) == ("activations", 20)
+    assert not {"plan.offload", "plan.offload_layers"} & set(written.inexpressible)
+    assert settings_of(config.but(plan=whole), FRAMEWORKS[name]).inexpressible["plan.offload_layers"] == (0, 31)
+    with pytest.raises(MeshwrightError, match=r"cannot express plan\.offload_layers"):
+        check_runnable(config.but(plan=whole), FRAMEWORKS[name])
+    for changes, why in (({"pp": 2, "tp": 4}, "pipeline"), ({"recompute": "full"}, "recompute")):
+        with pytest.raises(MeshwrightError, match=why):
+            check_runnable(config.but(plan=some.but(**changes)), FRAMEWORKS[name])

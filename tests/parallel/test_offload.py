@@ -31,9 +31,9 @@ def test_hooks_do_not_keep_an_operator_alive_that_only_the_first_half_of_a_backw
     assert output.expired()
 
 
-def layers():
+def layers(count=3):
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))).double()
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(count))).double()
 
 
 def test_activations_return_unchanged_and_are_copied_once():
@@ -49,6 +49,37 @@ def test_activations_return_unchanged_and_are_copied_once():
     assert not away._moved  # the host's copies went with the graph
     z = torch.ones_like(x).requires_grad_()
     plain(z).sum().backward()
+    assert torch.equal(x.grad, z.grad)
+    for a, b in zip(plain.parameters(), moved.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize(("count", "ahead"), [(1, 3), (2, 2), (3, 1), (4, 1), (0, 1)])
+def test_the_first_layers_are_offloaded_and_return_while_later_ones_compute(count, ahead):
+    """At backward of layer i those of layer i − ahead are back: L − n layers are on the device, or two."""
+    plain, moved = layers(5), layers(5)
+    away = offload.offload_activations(moved, count)
+    x = torch.ones(5, 8, dtype=torch.float64, requires_grad=True)
+    z = x.detach().clone().requires_grad_()
+    returned = {}
+
+    def watch(number):
+        def note(_):
+            returned[number] = away.up_bytes // (2 * x.nbytes)
+
+        return note
+
+    h = x
+    for number, layer in enumerate(moved):
+        h = layer(h)
+        h.register_hook(watch(number))  # after the hook that starts copies
+    number = count or 5
+    assert away.down_bytes == number * 2 * x.nbytes
+    h.sum().backward()
+    plain(z).sum().backward()
+    assert away.up_bytes == away.down_bytes
+    last = number == 5  # of the last layer nothing has returned when its backward starts
+    assert returned == {i: len(range(max(i - ahead, 0), number)) - (last and i == 4) for i in range(5)}
     assert torch.equal(x.grad, z.grad)
     for a, b in zip(plain.parameters(), moved.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)

@@ -18,7 +18,18 @@ from meshwright.describe.plan import Plan
 UNSET = Plan()
 OPTIONS = (
     *("layers_per_stage", "expert_tp", "recompute", "recompute_every", "recompute_layers", "reshard", "reduce", "wrap"),
-    *("prefetch", "average_every", "order", "overlap", "offload", "wire", "master", "grad_dtype", "gather_dtype"),
+    *(
+        "prefetch",
+        "average_every",
+        "order",
+        "overlap",
+        "offload",
+        "offload_layers",
+        "wire",
+        "master",
+        "grad_dtype",
+        "gather_dtype",
+    ),
 )
 NUMBERS = ("layers_per_stage", "recompute_every", "wrap", "average_every", "order")
 AXES = ("data", "tensor", "context", "pipeline", "expert", "recompute")

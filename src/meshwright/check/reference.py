@@ -185,7 +185,7 @@ def on_one_device(config: Config) -> Config:
     plan = config.plan
     kept = {
         name: getattr(plan, name)
-        for name in (*KEPT, "recompute_every", "recompute_layers", "offload", "microbatch", "bucket")
+        for name in (*KEPT, "recompute_every", "recompute_layers", "offload", "offload_layers", "microbatch", "bucket")
     }
     return config.but(plan=Plan(**kept), cluster=config.cluster.with_gpus(1))
 

@@ -228,7 +228,8 @@ def lazy_moment(program: StepProgram, rank: RankProgram, gradients: Array) -> Mo
     head = sum((share[block] for block in AFTER_LAYERS if block in share), np.zeros(b.n))
     layers = [block for block in counts if block in b.model.kinds]
     number = np.maximum(sum(counts[block] for block in layers), 1.0)
-    one = np.where(b.offload_activations, saved, saved / number)
+    left = np.maximum((1 - b.offloaded_share) * number, 2.0)  # of offloaded layers the running and the transferred one
+    one = saved * np.where(b.offload_activations, 2 / left, 1 / number)
     after_first = head + sum(share[block] for block in layers) * (1 - 1 / number)
     return fullest(
         [

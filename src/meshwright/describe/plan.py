@@ -65,7 +65,12 @@ class Plan(PlanFields):
         if self.wire != "none":
             words.append(f"{self.wire} gradients")
         if self.offload != "none":
-            words.append(f"offload {'states and activations' if self.offload == 'both' else self.offload}")
+            layers = (
+                f" ({self.offload_layers} layer{'s' * (self.offload_layers > 1)} per stage)"
+                if self.offload_layers
+                else ""
+            )
+            words.append(f"offload {'states and activations' if self.offload == 'both' else self.offload}{layers}")
         return " · ".join([*words, *self._options()])
 
     def _degrees(self) -> list[str]:

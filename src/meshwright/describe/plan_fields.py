@@ -119,6 +119,8 @@ class PlanFields(Described):
     """PowerSGD: rank of the approximation"""
     offload: Offload = "none"
     """tensors kept in host memory"""
+    offload_layers: Whole = 0
+    """with offload of activations: those of the first n layers of each stage; 0: of all"""
     order: tuple[Literal["tp", "cp", "pp", "dp"], ...] = ()
     """axes, fastest first; empty: the stack's order"""
 
@@ -185,6 +187,10 @@ class PlanFields(Described):
         """The layers of one stage that full recompute recomputes in backward."""
         chosen = stage[:: self.recompute_every][: self.recompute_layers or None]
         return chosen if self.recompute == "full" else stage[:0]
+
+    @property
+    def offloads_activations(self) -> bool:
+        return self.offload in ("activations", "both")
 
     def as_dict(self) -> Json:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in super().as_dict().items()}
@@ -265,16 +271,6 @@ def encoded(plan: PlanFields) -> Json:
     return {name: encode(name, getattr(plan, name)) for name in FIELDS}
 
 
-def encoded_column(name: str, values: Sequence[Any]) -> Column:
-    """The values of a field in several plans as numbers; each distinct value is encoded once."""
-    if name == "layers_per_stage":
-        return np.fromiter(values, object, len(values))
-    if name not in NUMBERS:
-        codes = {value: encode(name, value) for value in dict.fromkeys(values)}
-        values = [codes[value] for value in values]
-    return np.array(values)
-
-
 class PlanArrays:
     """Plans as columns: `plans.tp` is a column, `plans.take(rows)` has fewer plans."""
 
@@ -286,7 +282,9 @@ class PlanArrays:
     def of_plans(cls, plans: Sequence[PlanFields]) -> PlanArrays:
         """One row per plan. A plan that is there several times is read once."""
         distinct = {id(plan): plan for plan in plans}
-        columns = {name: encoded_column(name, [getattr(plan, name) for plan in distinct.values()]) for name in FIELDS}
+        rows = [encoded(plan) for plan in distinct.values()]
+        columns = {name: np.array([row[name] for row in rows]) for name in FIELDS if name != "layers_per_stage"}
+        columns["layers_per_stage"] = np.fromiter((row["layers_per_stage"] for row in rows), object, len(rows))
         index = {key: k for k, key in enumerate(distinct)}
         once = PlanArrays(**columns)
         return once if len(distinct) == len(plans) else once.take([index[id(plan)] for plan in plans])

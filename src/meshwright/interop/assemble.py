@@ -353,7 +353,10 @@ def _memory(facts: Facts, out: Assembled) -> None:
     if plan["zero"] == 3 and facts.get("reshard") is False:
         plan["reshard"] = False
     states = bool(facts.get("offload_states") or facts.get("offload_parameters"))
-    plan["offload"] = OFFLOADS[states + 2 * bool(facts.get("offload_activations"))]
+    activations = bool(facts.get("offload_activations"))
+    plan["offload"] = OFFLOADS[states + 2 * activations]
+    if activations and facts.get("offload_layers"):
+        plan["offload_layers"] = int(facts["offload_layers"])
     bucket = facts.get("bucket") or facts.get("bucket_mb", 0) * 10**6 or facts.get("bucket_elements", 0) * 2
     if isinstance(bucket, int | float) and bucket:
         plan["bucket"] = float(bucket)

@@ -32,7 +32,7 @@ from meshwright.lower.program import StepProgram
 from meshwright.predict.estimate import lowered
 from meshwright.predict.prediction import element
 
-# --- The share of saved activations that stays in the GPU's memory with selective recompute and offloading, by the modules that settings name.
+# --- The share of saved activations that stays in the GPU's memory with selective recompute and offloading of modules that settings name.
 #
 # The plan's `recompute = "selective"` recomputes attention's softmax only, or what the stack says. Megatron-Core's `recompute_modules` names
 # more. With h the hidden size and f the width of an expert, an expert layer saves h + 3·f values per routed token: the input, gate and up, and
@@ -42,7 +42,7 @@ from meshwright.predict.prediction import element
 #     mla_up_proj    queries, keys and values of latent attention, not their latents
 #     mlp            the dense FFN                            moe          router, experts and shared experts
 #
-# Fine-grained offloading sends the inputs of the modules that `offload_modules` names to host memory; offloading of n layers all that they save.
+# Fine-grained offloading sends the inputs of the modules that `offload_modules` names to host memory.
 #
 #     core_attn      queries, keys and values                 attn_proj    the output of attention
 #     qkv_linear     the input of attention                   *_norm       the input of a norm
@@ -68,8 +68,7 @@ def kept_share(program: StepProgram, model: Model, facts: Facts) -> float:
             bytes_of = count * float(np.broadcast_to(size, program.batch.n)[0])
             total += bytes_of
             left += bytes_of * kept.get(part, 1.0)
-    on_device = 1 - min(1.0, (facts.get("offload_layers") or 0) / max(1, model.layers))
-    return on_device * left / total if total else on_device
+    return left / total if total else 1.0
 
 
 def _names(named: Any) -> Iterable[str]:
@@ -126,7 +125,7 @@ def _expert_values(model: Model) -> int:
 # --- The peak memory of a reading: the cost model's, with corrections for what a plan cannot express.
 #
 # offload     parameters that are offloaded take no memory of the GPU
-# recompute   selective recompute of named modules, and activations that are offloaded by module or by layer (`kept_share`)
+# recompute   selective recompute of named modules, and activations that are offloaded by module (`kept_share`)
 # replicas    Megatron's hybrid FSDP can shard the optimizer states over the groups with copies of the parameters as well
 # shards      DeepSpeed's ZeRO-3 has 16-bit shards, and keeps up to `stage3_max_live_parameters` gathered: 10⁹ if it is not set
 # loss        without a fused loss, a logit takes 14 bytes instead of 4: in 16 bits, and log-softmax and two gradients in fp32; 16 bytes where the

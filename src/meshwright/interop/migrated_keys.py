@@ -44,6 +44,7 @@ FIELDS: dict[str, str] = {
     "plan.state_dtype": "state_dtype",
     "workload.optimizer": "optimizer",
     "plan.offload": "offload_states offload_parameters offload_activations precision_aware",
+    "plan.offload_layers": "offload_layers",
     "plan.bucket": "bucket bucket_elements bucket_mb",
     "plan.overlap": "overlap_dp overlap_tp overlap_ep",
     "plan.prefetch": "prefetch overlap_gather",

@@ -121,7 +121,9 @@ def check_rules(
 ) -> Iterator[SettingsProblem]:
     """Return what the framework refuses."""
     options = SettingsOptions.of(settings, facts)
-    known = {name: value for name, value in {**facts, **options.values}.items() if isinstance(value, int | str)}
+    stated = {**facts, **options.values}.items()
+    known = {name: value for name, value in stated if isinstance(value, int | str)}
+    known |= {name: ", ".join(map(str, value)) for name, value in stated if isinstance(value, list)}
     levels = f"{' × '.join(map(str, options.levels))} = {math.prod(options.levels)}"
     numbers = {"tokens": f"{facts.get('seq') or 0:,}", "positions": f"{facts.get('model.max_positions') or 0:,}"}
     degrees = {axis: options.degree(axis) for axis in ("tp", "pp", "cp", "ep")}

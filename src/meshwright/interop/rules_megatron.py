@@ -33,6 +33,11 @@ def _twice(
     return Rule(where, test, f"{spelled[0]} and {spelled[1]} are both set", why, f"drop {spelled[1]}", "MW-SET-003")
 
 
+def _offloads(o: SettingsOptions) -> bool:
+    """Whether layers are offloaded to the CPU."""
+    return o.on("cpu_offloading") or bool(o.facts.get("offload_layers"))
+
+
 def _groups(o: SettingsOptions) -> bool:
     """Whether routing limited to groups of experts has impossible numbers."""
     topk, groups, experts = (
@@ -120,11 +125,17 @@ MEGATRON_RULES = (
          "cuda graph impl full_iteration, or selective recompute"),
     Rule(CORE, lambda o: o.on("cpu_offloading") and o["cuda_graph_impl"] in ("local", "transformer_engine"),
          "CUDA graphs with layers offloaded to the CPU", "A graph cannot hold the copies", "cuda graph impl none"),
-    Rule(CORE, lambda o: o.on("cpu_offloading", "cpu_offloading_num_layers") and o.degree("pp") > 1,
+    Rule(CORE, lambda o: _offloads(o) and o.degree("pp") > 1,
          "layers offloaded to the CPU in a pipeline of {pp} stages", "The framework offloads layers only without a pipeline",
          "pipeline size 1, or fine-grained activation offloading"),
-    Rule(CORE, lambda o: o.on("cpu_offloading", "cpu_offloading_num_layers") and o.on("recompute_granularity"),
+    Rule(CORE, lambda o: (o.facts.get("offload_layers") or 0) >= (o.facts.get("model.layers") or math.inf),
+         "{offload_layers} of the model's layers offloaded to the CPU", "The last layer stays: its backward begins at once",
+         "fewer layers than the model has"),
+    Rule(CORE, lambda o: _offloads(o) and o.on("recompute_granularity"),
          "layers offloaded to the CPU together with recompute", "Each of the two replaces saved activations", "drop one of the two"),
+    Rule(CORE, lambda o: o.on("fine_grained_activation_offloading") and o.on("offload_modules"),
+         "activations of modules go to the host ({offload_modules})", "A plan offloads whole layers: `lint --recipes` counts the memory that these "
+         "modules free, and no prediction has the time of their copies", "cpu offloading of layers, which is predicted", severity="warning"),
     Rule(CORE, lambda o: o.on("fine_grained_activation_offloading") and (o.on("cpu_offloading") or o["offload_modules"] in ([], "")),
          "fine-grained activation offloading without modules, or with offloaded layers", "It sends the inputs of named modules to the host",
          "offload modules, without cpu offloading"),

@@ -179,6 +179,8 @@ class Batch(PlanArrays):
         """Columns of offload, prefetch, gathers, and the axes that overlap with compute."""
         states, activations, both = (plans.offload == encode("offload", word) for word in get_args(Offload)[1:])
         self.offload_states, self.offload_activations = states | both, activations | both
+        layers = np.minimum(self.offload_layers * self.stages / max(self.model.layers, 1), 1.0)
+        self.offloaded_share = self.offload_activations * np.where(self.offload_layers > 0, layers, 1.0)
         self.prefetch, self.prefetches_backward = plans.prefetch > 0, plans.prefetch == 1
         self.gather_form = plans.tp_form == encode("tp_form", "all-gather")
         self.gather_fp8 = plans.gather_dtype == encode("gather_dtype", "fp8")
@@ -235,13 +237,10 @@ class Batch(PlanArrays):
 
     @cached_property
     def partly_recomputed(self) -> PartlyRecomputed:
-        """The layers that some plans of the batch recompute. Plans with the same stages that recompute the same layers are read once."""
-        keys = [
-            (p.stages, p.layers_per_stage, p.recompute_every, p.recompute_layers) for p in self.some_recomputed.values()
-        ]
-        distinct = dict(zip(keys, self.some_recomputed.values(), strict=True))
+        """The layers that some plans of the batch recompute. A plan that is there several times is read once."""
+        distinct = {id(plan): plan for plan in self.some_recomputed.values()}
         places = {key: k for k, key in enumerate(distinct)}
-        row = np.array([places[key] for key in keys])
+        row = np.array([places[id(plan)] for plan in self.some_recomputed.values()])
         shape = len(distinct), max(plan.stages for plan in distinct.values()) + 1
         recomputed, saved = ({kind: np.zeros(shape) for kind in self.model.kinds} for _ in range(2))
         for k, plan in enumerate(distinct.values()):

@@ -5,6 +5,9 @@
 
 The copies have no axis: they cross the host's link (`Accelerator.host_bandwidth`), not the network. What a layer saves is counted as in
 `footprint.saved`; with full recompute it is the layer's input. Only layers are offloaded, as in `parallel.data.offload`.
+
+Of n of L layers, the copies may run behind the compute of all L: those down until the forward ends, and those up from the start of backward, because
+layer i returns while layer i + L - n - 1 computes. So the mean layer has n / L of a layer's copies.
 """
 
 import numpy as np
@@ -23,7 +26,7 @@ def add_activation_copies(program: StepProgram) -> None:
     for kind in b.model.kinds:
         size = sum(program.saved[kind].values()) + _kept_by_some(program, kind)
         for phase, name in (("F", TO_HOST), ("I", FROM_HOST)):
-            program.blocks[kind, phase].append(Op(name, "offload", "host", b.offload_activations * 1.0, bytes=size))
+            program.blocks[kind, phase].append(Op(name, "offload", "host", b.offloaded_share, bytes=size))
 
 
 def _kept_by_some(program: StepProgram, kind: str) -> Array:

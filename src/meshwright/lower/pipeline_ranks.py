@@ -80,7 +80,7 @@ def saved_bytes(program: StepProgram, blocks: StageBlocks) -> Array:
 
 def kept_bytes(program: StepProgram, blocks: StageBlocks, one: Array, flying: Array) -> Array:
     """Bytes that the layers of a rank hold at its peak: those of `one` micro-batch for each that is in flight. A split backward keeps gradients
-    between its halves too; offloaded activations leave the running and the transferred layer."""
+    between its halves too; offloaded activations leave those of the other layers, at least of two: the running and the transferred one."""
     b = program.batch
     if b.stack.torch_pipeline and present(
         b.splits
@@ -91,7 +91,8 @@ def kept_bytes(program: StepProgram, blocks: StageBlocks, one: Array, flying: Ar
         )
         flying = in_flight(b, blocks.rank, gradients / np.maximum(one, 1.0))
     two_layers = one * 2 / np.maximum(sum(blocks.counts.values()), 1)
-    return np.where(b.offload_activations, np.minimum(one, two_layers), one * flying)
+    left = np.maximum((1 - b.offloaded_share) * one * flying, np.minimum(one, two_layers))
+    return np.where(b.offload_activations, left, one * flying)
 
 
 def all_gathered(program: StepProgram, rank: RankProgram) -> Array:

@@ -100,7 +100,7 @@ def plan_compilation(
     between = {
         "ZeRO gathers parameters": sharded,
         "recompute=full has hooks": plan.recompute == "full",
-        "offload has hooks": plan.offload in ("activations", "both"),
+        "offload has hooks": plan.offloads_activations,
         "experts are dispatched": bool(model.experts),
     }
     found = [why for why, is_there in between.items() if is_there]

@@ -204,8 +204,8 @@ def shard_stage(
 def wrap_layers(module: nn.Module, plan: Plan) -> None:
     """Put the hooks of recompute and offload around the layers of a stage."""
     recompute_plan(module, plan)
-    if plan.offload in ("activations", "both"):
-        offload.offload_activations(module.layers.values())  # type: ignore[operator]
+    if plan.offloads_activations:
+        offload.offload_activations(module.layers.values(), plan.offload_layers)  # type: ignore[operator]
 
 
 def frozen_in(module: nn.Module) -> frozenset[str]:

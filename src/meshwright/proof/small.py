@@ -93,6 +93,7 @@ def copy_of(config: Config, original: Plan, folded: Plan) -> SmallCopy:
         microbatch=min(folded.microbatch, 2),
         wrap=min(folded.wrap, 2),
         recompute_layers=min(folded.recompute_layers, 1),
+        offload_layers=min(folded.offload_layers, 1),
         average_every=min(folded.average_every, MOST_STEPS_APART),
         layers_per_stage=tuple(1 + (n > min(folded.layers_per_stage)) for n in folded.layers_per_stage),
     )
@@ -262,7 +263,8 @@ def _cycled(numbers: tuple[float, ...], count: int) -> tuple[float, ...]:
 def small_layers(model: Model, plan: Plan, original: Plan) -> int:
     if plan.layers_per_stage:
         return sum(plan.layers_per_stage)
-    chosen = plan.recompute_every > 1 or plan.recompute_layers  # then some layers are recomputed and some are not
+    # Then some layers are recomputed, or offloaded, and some are not.
+    chosen = plan.recompute_every > 1 or plan.recompute_layers or plan.offload_layers
     per_stage = 2 if plan.stages == 1 or chosen else 1
     # ZeRO gathers more than one group of layers.
     per_stage = max(per_stage, plan.wrap + 1) if plan.wrap > 1 else per_stage

@@ -139,7 +139,7 @@ def why_not(parallel: Parallel) -> str | None:
         return "the run is not on a GPU"
     if plan.world > 1:
         return f"the plan has {plan.world} ranks, and messages between them are not captured"
-    if plan.offload in ("activations", "both"):
+    if plan.offloads_activations:
         return "the host waits for the copies of offloaded activations"
     mixtures = [m for s in parallel.stages.values() for m in s.modules() if isinstance(m, MixtureOfExperts)]
     if not all(m.keeps_counts_on_device(parallel.dtype) for m in mixtures):

@@ -129,6 +129,8 @@ def read_plan(c: PublishedRun) -> None:
     mode = c.row["recompute_mode"] or c.stack.usual_recompute
     if mode == "full":
         fields["recompute_layers"] = integer(c.row["recompute_layers"])
+    if c.row["offload_layers"]:
+        fields |= {"offload": "activations", "offload_layers": integer(c.row["offload_layers"])}
     plan = in_framework(Plan(**fields, recompute=mode or "none"), c.model, c.stack)
     if "ep" in c.row["overlap"]:
         plan = plan.but(overlap=(*plan.overlapped(c.stack, c.cluster.node_size), "ep"))

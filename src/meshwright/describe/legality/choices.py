@@ -152,6 +152,8 @@ def _companions(case: Case, field: str, value: Any) -> dict[str, Any]:
         case "recompute":
             reset = {"recompute_every": 1, "recompute_layers": 0} if value != "full" else {}
             return reset | ({"recompute_budget": 0.0} if value != "auto" else {})
+        case "offload" if value in ("none", "states"):
+            return {"offload_layers": 0}
     return {}
 
 

@@ -1,11 +1,12 @@
 """Rules about the fields of a plan only: they must not contradict each other."""
 
 from meshwright.describe.legality.case import Case, Problem, Reading, divisors, lookup, rule, values
-from meshwright.describe.plan_fields import AXES, NO_ORDER, RECOMPUTES, TP_FORMS
+from meshwright.describe.plan_fields import AXES, NO_ORDER, RECOMPUTES, TP_FORMS, encode
 from meshwright.describe.schedules import SCHEDULES, virtual_schedules
 from meshwright.describe.variants import COMPRESSIONS
 
 FULL, AUTO = RECOMPUTES.index("full"), RECOMPUTES.index("auto")
+ACTIVATIONS, BOTH = encode("offload", "activations"), encode("offload", "both")
 ALWAYS_THERE = ("fp64", "fp32")  # every device computes in these, if slowly
 GATHERED = TP_FORMS.index("all-gather")
 UNCOMPRESSED = COMPRESSIONS.names.index("none")
@@ -49,6 +50,16 @@ def chosen_layers_need_full(p: Case) -> Reading:
             {"plan.recompute": "full", "plan.recompute_budget": 0.0},
             {"plan.recompute_every": 1, "plan.recompute_layers": 0},
         ],
+    )
+
+
+@rule("MW-PLAN-014")
+def offloaded_layers_need_activations(p: Case) -> Reading:
+    yield (p.offload_layers > 0) & (p.offload != ACTIVATIONS) & (p.offload != BOTH)
+    yield Problem(
+        f"offload_layers={p.offload_layers} with offload={p.word('offload')}",
+        why="offload_layers counts layers whose activations are kept in host memory",
+        fixes=[{"plan.offload": "activations"}, {"plan.offload": "both"}, {"plan.offload_layers": 0}],
     )
 
 

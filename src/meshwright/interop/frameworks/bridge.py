@@ -8,10 +8,12 @@ from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.interop.adapters import fused_words
 from meshwright.interop.frameworks.megatron import (
+    derive_offload,
     derive_recompute,
     derive_saves,
     derive_schedule,
     derive_sharding,
+    restate_offload,
     restate_recompute,
     restate_schedule,
     restate_sharding,
@@ -31,6 +33,7 @@ def _derive(facts: Facts) -> None:
         facts["overlap_tp"] = facts["sp"] = facts.get("tp", 1) > 1
         facts["grad_dtype"] = "bf16"
     derive_recompute(facts)
+    derive_offload(facts)
     derive_schedule(facts)
     if "eight" in facts:
         facts["half"] = "bf16"
@@ -71,6 +74,7 @@ def _restate(facts: Facts) -> None:
     facts["async_linears"] = None
     restate_sharding(facts)
     restate_recompute(facts)
+    restate_offload(facts)
     restate_schedule(facts)
     facts["eight"] = facts.get("eight") or "none"
     facts["zero_of_optimizer"] = bool(facts.get("zero"))

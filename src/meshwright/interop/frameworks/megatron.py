@@ -57,6 +57,20 @@ def restate_recompute(facts: Facts) -> None:
         facts.pop("recompute_layers", None)
 
 
+def derive_offload(facts: Facts) -> None:
+    """Transformer Engine moves what the first n layers save. Megatron-LM has no other switch than n; in Megatron-Bridge n alone moves nothing."""
+    layers = facts.pop("offload_layers", None)
+    facts["offload_activations"] = bool(layers and facts.get("offload_activations", True))
+    if facts["offload_activations"]:
+        facts["offload_layers"] = layers
+
+
+def restate_offload(facts: Facts) -> None:
+    """Where all layers are offloaded, all but the last: Transformer Engine keeps that one."""
+    if facts.get("offload_activations") and not facts.get("offload_layers") and facts.get("model.layers", 1) > 1:
+        facts["offload_layers"] = facts["model.layers"] - 1
+
+
 def derive_schedule(facts: Facts) -> None:
     """Virtual stages make the schedule interleaved."""
     if facts.get("virtual", 1) > 1 or facts.get("layers_per_chunk"):
@@ -80,6 +94,7 @@ def _derive(facts: Facts) -> None:
     derive_sharding(facts)
     derive_saves(facts)
     derive_recompute(facts)
+    derive_offload(facts)
     derive_schedule(facts)
     if facts.pop("grad_half", False):
         facts["grad_dtype"] = "bf16"
@@ -100,6 +115,7 @@ def _restate(facts: Facts) -> None:
     facts["async_linears"] = None  # on by default
     restate_sharding(facts)
     restate_recompute(facts)
+    restate_offload(facts)
     restate_schedule(facts)
     facts.pop("layers_per_chunk", None)
     facts["grouped"] = bool(facts.get("model.kv_heads"))

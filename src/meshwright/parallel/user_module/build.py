@@ -55,8 +55,8 @@ class Build(WholeModule):
             experts = [part for part in experts if any(True for _ in part.parameters())]
         if plan.recompute == "full":
             recompute(layers, plan.recompute_every, plan.recompute_layers or None)
-        if plan.offload in ("activations", "both"):
-            offload_activations(layers)
+        if plan.offloads_activations:
+            offload_activations(layers, plan.offload_layers)
         units = grouped(layers, plan.wrap)
         if mesh.sharded:
             shard_parts(own, units, experts, mesh, plan, dtype)

@@ -130,7 +130,7 @@ def reused(space: Space, rows: PlanArrays, enough: float = np.inf) -> PlanArrays
     """Frames that `of_frames` bounded in the same space with another base plan, with bounds that hold in this one: copies and compression only add
     time; saved activations may take no memory if they are offloaded. Frames slower than `enough` seconds are left out."""
     rows = rows.take(rows.time <= enough)
-    if space.base.offload in ("activations", "both"):
+    if space.base.offloads_activations:
         rows = rows.but(**dict.fromkeys(("saved", "layer", "lighter"), np.zeros(len(rows))))
     return frame_bounds(space, rows)
 

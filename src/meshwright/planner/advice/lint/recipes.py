@@ -67,10 +67,7 @@ def slow_patterns(verdict: RecipeVerdict) -> list[Finding]:
     if reading is None or not verdict.legal or verdict.fits is False or not reading.gpus or not reading.shape.complete:
         return []
     entry = catalog_cluster(reading.hardware)
-    offloads_a_part = reading.facts.get("offload_layers") or reading.facts.get(
-        "offloads_modules"
-    )  # a plan offloads all
-    if not entry or not reading.facts.get("seq") or offloads_a_part:
+    if not entry or not reading.facts.get("seq") or reading.facts.get("offloads_modules"):  # a plan offloads layers
         return []
     try:
         cluster = catalog.load("clusters", entry).with_gpus(reading.gpus)
@@ -123,7 +120,7 @@ def needless_offload(seen: Seen) -> Finding | None:
     """018: states or activations are in host memory although the device has room for them. Only of recipes, as 017."""
     if seen.plan.offload == "none":
         return None
-    best = seen.trial.of(seen.plan.but(offload="none"))
+    best = seen.trial.of(seen.plan.but(offload="none", offload_layers=0))
     if best is None or step(best) >= seen.step:
         return None
     peak, limit = best.prediction.memory_gib, best.prediction.memory_limit_gib
