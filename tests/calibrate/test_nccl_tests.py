@@ -175,6 +175,21 @@ def test_the_collectives_of_nccl_tests_become_factors_on_the_catalog_s_links() -
 
 
 @pytest.mark.parametrize(
+    ("busbw", "slow"),
+    [(5e9, 100), (300e9, 1.5)],  # NCCL over TCP; a network of usual rate and with less latency than the catalog's
+)
+def test_a_network_far_from_the_catalog_s_is_the_measured_one(busbw: float, slow: float) -> None:
+    run = read_nccl_tests(text("all_reduce", TWO_NODES, lambda n: 38e-6 + n * 2 * 15 / 16 / busbw), "out.txt")
+    result = calibrate([run])
+    (factors,) = result.factors
+    assert factors.factors.bytes > slow
+    assert not factors.refused
+    assert any("between nodes" in note and note.endswith("slow (normal: up to 1.5×)") for note in result.notes)
+    for point in run.points:
+        assert choose(result.cluster, "all-reduce", point.bytes, 16).seconds == pytest.approx(point.median_s, rel=0.25)
+
+
+@pytest.mark.parametrize(
     ("hosts", "cluster", "legal"),
     [
         (["gpu01"] * 4, "dgx-h100", True),

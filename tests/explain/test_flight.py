@@ -17,6 +17,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.explain.flight import explain_flight
 from meshwright.explain.flight_record import GroupKey, main_stack, place, read_folder
 from meshwright.pickle_data import parse
+from meshwright.view.flight import SHOWN
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "flight"  # written by hanging.py with torch 2.13, four ranks
@@ -219,6 +220,18 @@ def test_hostile_records_run_nothing_and_raise_one_error(tmp_path):
     assert not mark.exists()
     with pytest.raises(MeshwrightError, match="MW-EXPL-010"):
         read_folder(tmp_path / "none")
+    with pytest.raises(MeshwrightError, match=f"Fix: --flight {folder}"):
+        read_folder(folder / "rank_0")
+
+
+def test_notes_beyond_those_shown_are_counted(tmp_path, capsys):
+    shutil.copytree(RECORDS / "order", tmp_path, dirs_exist_ok=True)
+    for number in range(SHOWN + 5):
+        (tmp_path / f"core.{number}").touch()
+    run_command("explain", ["--flight", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert printed.count("is empty: not read") == SHOWN
+    assert "and 5 notes more" in printed
 
 
 def test_random_changes_of_records_give_a_report_or_one_error(tmp_path):

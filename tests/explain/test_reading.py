@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -106,6 +107,22 @@ def test_other_files_are_refused(tmp_path, content):
     with pytest.raises(MeshwrightError) as error:
         read_trace(file)
     assert error.value.code == "MW-EXPL-002"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "The file is empty"),
+        (b'{"distributedInfo": {"rank": 0}, "traceEvents": [{"ph": "M", "name": "process_name"}]}', "on_trace_ready"),
+        (b'{"version": "2.10", "pg_config": {}, "entries": []}', "--flight"),
+        (pickle.dumps({"version": "2.10"}), "--flight"),
+    ],
+)
+def test_a_file_without_events_says_why_and_what_to_do(tmp_path, content, says):
+    (tmp_path / "rank_0.json").write_bytes(content)
+    with pytest.raises(MeshwrightError) as error:
+        read_trace(tmp_path / "rank_0.json")
+    assert says in str(error.value)
 
 
 def test_events_of_other_types_are_read_like_those_as_torch_writes_them(tmp_path):
@@ -267,6 +284,14 @@ def test_files_that_are_not_used_are_named(tmp_path):
     notes = " ".join(read_traces([tmp_path])[0].notes)
     assert "another file of rank 0" in notes
     assert "rank-1.json' is not a profiler trace" in notes
+
+
+def test_notes_that_are_not_shown_are_counted(tmp_path):
+    small(tmp_path)
+    for copy in range(50):
+        small(tmp_path, f"rank-0-{copy}.json")
+    notes = explain_traces(read_traces([tmp_path])).notes
+    assert any("further notes on single ranks" in note for note in notes)
 
 
 @pytest.mark.parametrize(

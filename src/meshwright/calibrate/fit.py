@@ -19,8 +19,9 @@ first for groups inside a node, then, with these, for groups of several nodes:
     minimise Σ ρ( ln model(n; latency, bytes) − ln measured )      ρ by Huber; Gauss-Newton in ln latency, ln bytes
 
 A weak pull towards 1 keeps a factor that the measured sizes do not determine (bytes, if only small messages were measured). An operation
-with fewer than two + three points gets no factors: two points are met exactly by some factors, whatever was measured. Factors far from 1
-are refused too, since the library then does something else than the formula; a note gives the reason.
+with fewer than two + three points gets no factors: two points are met exactly by some factors, whatever was measured. On measured links
+factors far from 1 are refused too, since the library then does something else than the formula; a note gives the reason. On the catalog's
+links they show that the network is another one (NCCL over TCP is 50 times slower): they are used, down to `PLAUSIBLE`.
 
 Lines of every measured algorithm, and the sizes at which another algorithm becomes the fastest.
 
@@ -169,11 +170,13 @@ def fitted_factors(
         for across in (False, True):
             here = [point for point in points if (len(point.ranks) > cluster.node_size) == across]
             if here:
-                factors.append(checked_fit(with_factors(cluster, factors), operation, here, across))
+                factors.append(checked_fit(with_factors(cluster, factors), operation, here, across, from_pairs))
     return factors
 
 
-def checked_fit(cluster: Cluster, operation: str, points: Sequence[Point], across: bool) -> FittedFactors:
+def checked_fit(
+    cluster: Cluster, operation: str, points: Sequence[Point], across: bool, from_pairs: bool
+) -> FittedFactors:
     """The factors of one operation, or why it has none."""
     count, sizes = len({(p.ranks, p.bytes) for p in points}), len({p.bytes for p in points})
     if count < NEEDED or sizes < 2:
@@ -184,6 +187,8 @@ def checked_fit(cluster: Cluster, operation: str, points: Sequence[Point], acros
     low, high = PLAUSIBLE
     if all(low <= factor <= high for factor in (fitted.factors.latency, fitted.factors.bytes)):
         return fitted
+    if not from_pairs:
+        return fit(cluster, operation, points, across, float(np.log(low)))
     why = f"latency {fitted.factors.latency:.3g}× and bytes {fitted.factors.bytes:.3g}× are not both between {low:g} and {high:g}: "
     why += "the library runs another algorithm, or the machine was disturbed"
     return replace(fitted, factors=Factors(), refused=why)
@@ -238,8 +243,10 @@ def start_of_fit(cluster: Cluster, operation: str, points: Sequence[Point], acro
     return grid[int(np.argmin(np.round(errors, 9)))]
 
 
-def fit(cluster: Cluster, operation: str, points: Sequence[Point], across: bool = False) -> FittedFactors:
-    """The factors of one operation, inside a node or between nodes."""
+def fit(
+    cluster: Cluster, operation: str, points: Sequence[Point], across: bool = False, smallest: float = -LARGEST
+) -> FittedFactors:
+    """The factors of one operation, inside a node or between nodes; none has a logarithm below `smallest`."""
     measured = np.log([p.median_s for p in points])
     logs = start_of_fit(cluster, operation, points, across)
     for _ in range(NEWTON_ROUNDS):
@@ -249,7 +256,7 @@ def fit(cluster: Cluster, operation: str, points: Sequence[Point], across: bool 
         weights = huber(np.abs(error))
         normal = slopes.T @ (weights[:, None] * slopes) + PULL * np.eye(2)
         change = -np.linalg.solve(normal, slopes.T @ (weights * error) + PULL * logs)
-        logs = np.clip(logs + np.clip(change, -1.5, 1.5), -LARGEST, LARGEST)
+        logs = np.clip(logs + np.clip(change, -1.5, 1.5), smallest, LARGEST)
         if np.abs(change).max() < 1e-6:
             break
     final = np.abs(model_times(cluster, operation, points, logs, across) / np.exp(measured) - 1)

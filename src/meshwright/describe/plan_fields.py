@@ -271,6 +271,16 @@ def encoded(plan: PlanFields) -> Json:
     return {name: encode(name, getattr(plan, name)) for name in FIELDS}
 
 
+def encoded_column(name: str, values: Sequence[Any]) -> Column:
+    """The values of a field in several plans as numbers; each distinct value is encoded once."""
+    if name == "layers_per_stage":
+        return np.fromiter(values, object, len(values))
+    if name not in NUMBERS:
+        codes = {value: encode(name, value) for value in dict.fromkeys(values)}
+        values = [codes[value] for value in values]
+    return np.array(values)
+
+
 class PlanArrays:
     """Plans as columns: `plans.tp` is a column, `plans.take(rows)` has fewer plans."""
 
@@ -282,9 +292,7 @@ class PlanArrays:
     def of_plans(cls, plans: Sequence[PlanFields]) -> PlanArrays:
         """One row per plan. A plan that is there several times is read once."""
         distinct = {id(plan): plan for plan in plans}
-        rows = [encoded(plan) for plan in distinct.values()]
-        columns = {name: np.array([row[name] for row in rows]) for name in FIELDS if name != "layers_per_stage"}
-        columns["layers_per_stage"] = np.fromiter((row["layers_per_stage"] for row in rows), object, len(rows))
+        columns = {name: encoded_column(name, [getattr(plan, name) for plan in distinct.values()]) for name in FIELDS}
         index = {key: k for k, key in enumerate(distinct)}
         once = PlanArrays(**columns)
         return once if len(distinct) == len(plans) else once.take([index[id(plan)] for plan in plans])

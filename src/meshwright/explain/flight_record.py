@@ -111,7 +111,10 @@ def read_folder(folder: Path) -> FlightFolder:
         names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
     except OSError as error:
         raise MeshwrightError(
-            "MW-EXPL-010", f"'{folder}' is not a folder of flight records", why=str(error.strerror)
+            "MW-EXPL-010",
+            f"'{folder}' is not a folder of flight records",
+            why=str(error.strerror),
+            fix=f"--flight {folder.parent}" if folder.is_file() else "the folder with a record of each rank",
         ) from None
     if len(names) > MOST_FILES:
         raise MeshwrightError(

@@ -12,7 +12,6 @@ from meshwright.explain.trace import RankTrace
 
 ENDINGS = (".json", ".json.gz")
 MOST_FILES = 4096
-MOST_NOTES = 8  # on files that were not used
 
 
 def read_traces(paths: Iterable[Path]) -> list[RankTrace]:
@@ -45,7 +44,7 @@ def read_traces(paths: Iterable[Path]) -> list[RankTrace]:
     notes += [f"{error.what}: {error.why}" for error in refused]
     ranks = sorted(traces)
     first = traces[ranks[0]]
-    return [replace(first, notes=(*first.notes, *notes[:MOST_NOTES])), *(traces[rank] for rank in ranks[1:])]
+    return [replace(first, notes=(*first.notes, *notes)), *(traces[rank] for rank in ranks[1:])]
 
 
 def plan_of_run(paths: Iterable[Path]) -> str:
@@ -79,5 +78,10 @@ def trace_files(paths: Iterable[Path], notes: list[str]) -> list[Path]:
             raise MeshwrightError("MW-EXPL-001", f"cannot read '{path}'", why="There is no file or folder of that name")
     if not out:
         names = ", ".join(str(path) for path in paths)
-        raise MeshwrightError("MW-EXPL-003", f"no trace in {names}", why="No file there ends with .json or .json.gz")
+        raise MeshwrightError(
+            "MW-EXPL-003",
+            f"no trace in {names}",
+            why="No file there ends with .json or .json.gz",
+            fix=f"meshwright explain --flight {paths[0]} for flight records; name memory snapshots one by one",
+        )
     return out

@@ -204,6 +204,7 @@ def read_trace(path: Path, most_events: int = MOST_EVENTS) -> RankTrace:
     """The trace of one rank. Raises where the file is not a trace; a part of one is read, and its notes say so."""
     columns, about, notes = EventColumns(), dict[str, Any](), list[str]()
     found = False
+    others: set[str] = set()
     try:
         with open_text(path) as file, no_garbage_collection():
             stream = JsonStream(file)
@@ -218,6 +219,7 @@ def read_trace(path: Path, most_events: int = MOST_EVENTS) -> RankTrace:
                             break
                     else:
                         value = stream.value()
+                        others.add(key)
                         if key in ABOUT:
                             about[key] = value
     except EndOfText as end:
@@ -226,10 +228,7 @@ def read_trace(path: Path, most_events: int = MOST_EVENTS) -> RankTrace:
         raise MeshwrightError("MW-EXPL-001", f"cannot read '{path}'", why=error.strerror or str(error)) from error
     if not found or not len(columns):
         raise MeshwrightError(
-            "MW-EXPL-002",
-            f"'{path}' is not a profiler trace",
-            why=notes[0] if notes and not found else "It has no list traceEvents with timed events",
-            fix="export it with torch.profiler's export_chrome_trace",
+            "MW-EXPL-002", f"'{path}' is not a profiler trace", **_without_events(path, others, notes)
         )
     if set(columns.columns["category"]) == {OTHER}:
         raise MeshwrightError(
@@ -241,6 +240,21 @@ def read_trace(path: Path, most_events: int = MOST_EVENTS) -> RankTrace:
     if columns.skipped:
         notes.append(f"{columns.skipped:,} events without a usable time were left out")
     return _trace(path, columns, about, notes)
+
+
+def _without_events(path: Path, keys: set[str], notes: list[str]) -> dict[str, str]:
+    """Why a file has no events, and what to do: by its first bytes, and the keys of the document."""
+    with path.open("rb") as file:
+        head = file.read(1)
+    if not head:
+        return {"why": "The file is empty", "fix": "a program that ended while it wrote a trace must write it again"}
+    if head == b"\x80" or {"version", "entries"} <= keys:
+        return {"why": "It is a pickle, or a flight record", "fix": f"meshwright explain --flight {path.parent}"}
+    if keys.intersection(ABOUT):
+        why = "The profiler recorded no step: a schedule drops its active steps when its next cycle begins"
+        return {"why": why, "fix": "export it in on_trace_ready=lambda p: p.export_chrome_trace(FILE)"}
+    why = notes[0] if notes else "It has no list traceEvents with timed events"
+    return {"why": why, "fix": "export it with torch.profiler's export_chrome_trace"}
 
 
 @contextmanager

@@ -237,10 +237,13 @@ class Batch(PlanArrays):
 
     @cached_property
     def partly_recomputed(self) -> PartlyRecomputed:
-        """The layers that some plans of the batch recompute. A plan that is there several times is read once."""
-        distinct = {id(plan): plan for plan in self.some_recomputed.values()}
+        """The layers that some plans of the batch recompute. Plans with the same stages that recompute the same layers are read once."""
+        keys = [
+            (p.stages, p.layers_per_stage, p.recompute_every, p.recompute_layers) for p in self.some_recomputed.values()
+        ]
+        distinct = dict(zip(keys, self.some_recomputed.values(), strict=True))
         places = {key: k for k, key in enumerate(distinct)}
-        row = np.array([places[id(plan)] for plan in self.some_recomputed.values()])
+        row = np.array([places[key] for key in keys])
         shape = len(distinct), max(plan.stages for plan in distinct.values()) + 1
         recomputed, saved = ({kind: np.zeros(shape) for kind in self.model.kinds} for _ in range(2))
         for k, plan in enumerate(distinct.values()):

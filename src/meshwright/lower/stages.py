@@ -10,7 +10,7 @@ send and does everything in W. The zero-bubble schedules split every backward. D
 micro-batches of the stage on the way down and P − ⌈(r+1)/2⌉ of the stage on the way up.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -49,6 +49,11 @@ def bounding_ranks(batch: Batch, every_rank: bool = False) -> list[StageBlocks]:
         skipped = np.ceil(np.maximum(batch.model.dense_layers - first * least, 0.0) / (least + 1))
         picks.insert(-1, np.mod(np.minimum(first + skipped, stages - 1), batch.pp))
     return [rank_blocks(batch, rank) for rank in picks]
+
+
+def has_unlike_ranks(model: Model, plans: Iterable[Plan]) -> bool:
+    """Whether any rank can be the slowest or the fullest: of equal layers that are divided evenly, `bounding_ranks` are known."""
+    return len(model.kinds) > 1 or any(plan.layers_per_stage for plan in plans)
 
 
 def block_counts(model: Model, first: Array, layers: Mapping[str, Array], last: Array) -> dict[str, Array]:

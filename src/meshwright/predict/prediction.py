@@ -14,13 +14,14 @@ from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.packing import packed, slowest
-from meshwright.describe.plan import Plan
+from meshwright.describe.plan import Plan, in_framework
 from meshwright.describe.result import COMMUNICATION, GIB, USABLE_MEMORY, Prediction
 from meshwright.describe.shape_parts import skewed_loads
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.lower.recompute import resolve_recompute_budget
+from meshwright.lower.stages import has_unlike_ranks
 from meshwright.lower.step import step_program
 from meshwright.units import Json, format_bytes, format_flops
 
@@ -227,23 +228,40 @@ def resolve_recompute(model: Model, plan: Plan, workload: Workload, stack: Stack
 
 def recomputing(plan: Plan, layers: int) -> Plan:
     """The plan with so many recomputed layers per stage."""
-    return plan.but(recompute="full" if layers else "none", recompute_layers=layers)
+    return plan.model_copy(update={"recompute": "full" if layers else "none", "recompute_layers": layers})
+
+
+TRIED = 16  # numbers of layers that one batch tries; at least 4 of each plan
 
 
 def fewest_recomputed(
-    model: Model, plans: Sequence[Plan], workload: Workload, stack: Stack, limit: float
+    model: Model,
+    plans: Sequence[Plan],
+    workload: Workload,
+    stack: Stack,
+    limit: float,
+    workloads: Sequence[Workload] = (),
 ) -> list[int | None]:
     """For each plan the fewest recomputed layers per stage with which its fullest rank needs at most `limit` bytes; None where all are too few.
-    All plans are bisected together: one batch for each halving."""
-    most = np.array([max(plan.stage_layers(model.layers)) for plan in plans])
-    low, high, trial = np.zeros_like(most), most + 1, np.zeros_like(most)
-    while (open_ := np.flatnonzero(low < high)).size:
-        trials = [recomputing(plans[int(k)], int(trial[k])) for k in open_]
-        fits = rank_peaks(step_program(model, trials, workload, stack, every_rank=True)).max(axis=0) <= limit
-        high[open_] = np.where(fits, trial[open_], high[open_])
-        low[open_] = np.where(fits, low[open_], trial[open_] + 1)
-        trial = (low + high) // 2
-    return [int(count) if count <= all_layers else None for count, all_layers in zip(high, most, strict=True)]
+    All plans are searched together: a batch has several numbers of layers of each. `workloads` as in `Batch.of`."""
+    plans = [in_framework(plan, model, stack) for plan in plans]
+    most = [max(plan.stage_layers(model.layers)) for plan in plans]
+    low, high, tried = [0] * len(plans), [stage + 1 for stage in most], max(4, TRIED // len(plans))
+    every = has_unlike_ranks(model, plans)
+    while trials := [
+        (k, count)
+        for k, (first, end) in enumerate(zip(low, high, strict=True))
+        for count in range(first, end, -(-(end - first) // tried) or 1)
+    ]:
+        chosen, works = [recomputing(plans[k], n) for k, n in trials], [workloads[k] for k, _ in trials if workloads]
+        program = step_program(model, chosen, workload, stack, every_rank=every, workloads=works)
+        peaks = rank_peaks(program).max(axis=0)
+        for (k, count), peak_bytes in zip(trials, peaks.tolist(), strict=True):
+            if peak_bytes <= limit:
+                high[k] = min(high[k], count)
+            else:
+                low[k] = max(low[k], count + 1)
+    return [count if count <= stage else None for count, stage in zip(high, most, strict=True)]
 
 
 def peak(model: Model, plan: Plan, workload: Workload, stack: Stack) -> float:

@@ -7,7 +7,7 @@ from meshwright.explain.flight import FlightReport, ranks_of
 from meshwright.units import counted
 from meshwright.view.tables import filled, heading
 
-SHOWN = 64  # waiting ranks
+SHOWN = 64  # waiting ranks, and notes
 
 
 def page(report: FlightReport) -> RenderableType:
@@ -24,4 +24,6 @@ def page(report: FlightReport) -> RenderableType:
         parts += [Text(f"and {counted(len(report.waiting) - SHOWN, 'rank')} more", "dim")] * (
             len(report.waiting) > SHOWN
         )
-    return Group(*parts, *(Text(note, "yellow") for note in report.notes))
+    hidden = len(report.notes) - SHOWN
+    notes = [*report.notes[:SHOWN], *[f"and {counted(hidden, 'note')} more"] * (hidden > 0)]
+    return Group(*parts, *(Text(note, "yellow") for note in notes))

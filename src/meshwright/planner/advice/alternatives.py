@@ -10,6 +10,7 @@ the guides of `textbook` use it to give costs in seconds.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -31,10 +32,10 @@ from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.lower.stages import bounding_ranks
+from meshwright.lower.stages import bounding_ranks, has_unlike_ranks
 from meshwright.lower.step import step_program
 from meshwright.predict.estimate import Estimate, estimate
-from meshwright.predict.prediction import resolve_recompute
+from meshwright.predict.prediction import fewest_recomputed, recomputing, resolve_recompute
 
 
 @dataclass
@@ -115,20 +116,43 @@ def costs(config: Config, plans: Sequence[Plan | SizedPlan]) -> tuple[np.ndarray
 
     Of equal layers that are divided evenly, the ranks that can be the slowest or the fullest are known; the others only count in the mean time."""
     c, out = config, np.zeros((2, len(plans)))
-    batches: dict[Any, dict[int, SizedPlan]] = {}
-    here = SizedPlan(c.plan, c.workload, c.cluster, c.model)
-    shared_here = here.shared
-    for k, plan in enumerate(plans):
-        trial = plan if isinstance(plan, SizedPlan) else here._replace(plan=plan)
-        batches.setdefault(trial.shared if isinstance(plan, SizedPlan) else shared_here, {})[k] = trial
-    for trials in batches.values():
+    for trials in batches(config, plans):
         plans_, workloads, clusters, (model, *_) = zip(*trials.values(), strict=True)
-        every = len(model.kinds) > 1 or c.cluster.sharing > 1 or any(plan.layers_per_stage for plan in plans_)
+        every = c.cluster.sharing > 1 or has_unlike_ranks(model, plans_)
         program = step_program(model, plans_, workloads[0], c.stack, every_rank=every, workloads=workloads)
         program.averaged = [] if every else bounding_ranks(program.batch, every_rank=True)
         cost = step_cost(program, max(clusters, key=lambda cluster: cluster.world))
         out[:, list(trials)] = cost.time, cost.peak_memory / GIB
     return out[0], out[1]
+
+
+def batches(config: Config, plans: Sequence[Plan | SizedPlan]) -> Iterable[dict[int, SizedPlan]]:
+    """The plans and trials that can be computed in one batch, by their positions."""
+    out: dict[Any, dict[int, SizedPlan]] = {}
+    here = SizedPlan(config.plan, config.workload, config.cluster, config.model)
+    shared_here = here.shared
+    for k, plan in enumerate(plans):
+        trial = plan if isinstance(plan, SizedPlan) else here._replace(plan=plan)
+        out.setdefault(trial.shared if isinstance(plan, SizedPlan) else shared_here, {})[k] = trial
+    return out.values()
+
+
+def within_memory(config: Config, plans: Sequence[Plan | SizedPlan]) -> list[Plan | None]:
+    """The plan of each trial with `recompute = auto` replaced by the fewest layers that fit, all found together; None where none do."""
+    stack, memory = config.stack, config.cluster.accelerator.memory
+    out: list[Plan | None] = [None] * len(plans)
+    for trials in batches(config, plans):
+        searched = {k: t for k, t in trials.items() if t.plan.recompute == "auto" and not t.plan.recompute_budget}
+        for k, trial in trials.items():
+            if k not in searched:
+                with suppress(MeshwrightError):
+                    out[k] = resolve_recompute(trial.model, trial.plan, trial.workload, stack, memory)
+        if searched:
+            plans_, works, _, (model, *_) = zip(*searched.values(), strict=True)
+            counts = fewest_recomputed(model, plans_, works[0], stack, USABLE_MEMORY * memory, works)
+            for k, plan, count in zip(searched, plans_, counts, strict=True):
+                out[k] = None if count is None else recomputing(plan, count)
+    return out
 
 
 def step(e: Estimate) -> float:

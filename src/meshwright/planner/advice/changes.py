@@ -19,10 +19,8 @@ from meshwright.describe.legality.choices import Choice, choices, free_values, s
 from meshwright.describe.plan import Plan
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.result import GIB, USABLE_MEMORY, values_of
-from meshwright.errors import MeshwrightError
-from meshwright.planner.advice.alternatives import changed, costs, settings
+from meshwright.planner.advice.alternatives import changed, costs, settings, within_memory
 from meshwright.planner.advice.lint.finding import SHOWN
-from meshwright.predict.prediction import fewest_recomputed, recomputing, resolve_recompute
 from meshwright.units import Json, format_decimal_bytes
 
 KNOBS = (
@@ -67,10 +65,9 @@ def first_changes(config: Config, most: int = 5) -> list[Change]:
     """The changes that save most, the best first and one for each field; where the plan itself does not fit, those that cost least.
 
     They leave 5% of the memory free, as the search demands of its winner, or as much as the plan does."""
-    present = within_memory(config, config.plan)
-    if present is None:  # `recompute = auto` without a number of layers that fits: no seconds to compare with
+    now, *singles = priced(config, [Change((), plan=config.plan), *candidates(config, config.plan)])
+    if now.plan is None:  # `recompute = auto` without a number of layers that fits: no seconds to compare with
         return []
-    now, *singles = priced(config, [Change((), plan=present), *candidates(config, config.plan)])
     limit = config.cluster.accelerator.memory / GIB
     room = max(USABLE_MEMORY * limit, now.memory_gib or 0.0) if now.fits else limit
 
@@ -156,38 +153,18 @@ def candidates(
                 continue
             other = changed(plan, **{name: value}, **(choice.changes or {})) if choice.legal else None
             found.append(Change(((name, value),), choice.reason, other))
-    resolved = iter(all_within_memory(config, [change.plan for change in found if change.plan]))
-    return [replace(change, plan=next(resolved)) if change.plan else change for change in found]
-
-
-def all_within_memory(config: Config, plans: Sequence[Plan]) -> list[Plan | None]:
-    """Each plan with `recompute = auto` replaced by the fewest layers that fit, all found together; None where none do."""
-    c, limit = config, USABLE_MEMORY * config.cluster.accelerator.memory
-    auto = [plan for plan in plans if plan.recompute == "auto" and not plan.recompute_budget]
-    counts = iter(fewest_recomputed(c.model, auto, c.workload, c.stack, limit) if auto else ())
-    fewest = {id(plan): count for plan, count in zip(auto, counts, strict=True)}
-    out: list[Plan | None] = []
-    for plan in plans:
-        if id(plan) in fewest:
-            count = fewest[id(plan)]
-            out.append(None if count is None else recomputing(plan, count))
-        else:
-            out.append(within_memory(config, plan))
-    return out
-
-
-def within_memory(config: Config, plan: Plan) -> Plan | None:
-    """The plan with `recompute = auto` replaced by the fewest layers that fit; None where none do."""
-    try:
-        return resolve_recompute(config.model, plan, config.workload, config.stack, config.cluster.accelerator.memory)
-    except MeshwrightError:
-        return None
+    return found
 
 
 def priced(config: Config, drafts: Iterable[Change]) -> list[Change]:
-    """The changes with their step time and memory, all costed in one batch beside the plan that they change."""
+    """The changes with their step time and memory, all costed in one batch beside the plan that they change; without a plan where
+    `recompute = auto` finds no number of layers that fits."""
     drafts = list(drafts)
-    present = within_memory(config, config.plan) or config.plan
+    present, *resolved = within_memory(config, [config.plan, *(draft.plan for draft in drafts if draft.plan)])
+    if present is None:
+        return [replace(draft, plan=None) for draft in drafts]
+    plans = iter(resolved)
+    drafts = [replace(draft, plan=next(plans)) if draft.plan else draft for draft in drafts]
     seconds, gib = costs(config, [present, *(draft.plan for draft in drafts if draft.plan)])
     limit = config.cluster.accelerator.memory / GIB
     numbers = iter(zip(seconds[1:].tolist(), gib[1:].tolist(), strict=True))

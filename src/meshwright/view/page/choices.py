@@ -16,8 +16,8 @@ from meshwright.describe.result import GIB
 from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Precision, Scaling, Workload
 from meshwright.errors import MeshwrightError
-from meshwright.planner.advice.alternatives import SizedPlan, costs
-from meshwright.planner.advice.changes import KNOBS, candidates, offers, within_memory
+from meshwright.planner.advice.alternatives import SizedPlan, costs, within_memory
+from meshwright.planner.advice.changes import KNOBS, candidates, offers
 from meshwright.planner.sizing import MOST_GPUS
 from meshwright.units import Json
 
@@ -85,18 +85,23 @@ def add_effects(
     config: Config, offered: dict[str, list[Choice]], fields: dict[str, list[Json]], sized: list[Effect]
 ) -> None:
     """Add to each choice what it would do to the step time and the memory, as `estimate` says; all are costed together."""
-    present = within_memory(config, config.plan)
-    if present is None:  # `recompute = auto` without a number of layers that fits: no seconds to compare with
-        return
     rows = list(sized)
     by_value = {(name, repr(plain(c["value"]))): c for name, choices_ in fields.items() for c in choices_}
     for change in candidates(config, config.plan, offered):
         if change.plan:
             name, value = change.fields[0]
             rows.append((by_value[name, repr(plain(value))], change.plan))
-    seconds, gib = (x.tolist() for x in costs(config, [present, *(plan for _, plan in rows)]))
+    present, *resolved = within_memory(config, [config.plan, *(plan for _, plan in rows)])
+    if present is None:  # `recompute = auto` without a number of layers that fits: no seconds to compare with
+        return
+    fitting = [
+        (choice, trial._replace(plan=plan) if isinstance(trial, SizedPlan) else plan)
+        for (choice, trial), plan in zip(rows, resolved, strict=True)
+        if plan
+    ]
+    seconds, gib = (x.tolist() for x in costs(config, [present, *(plan for _, plan in fitting)]))
     limit = config.cluster.accelerator.memory / GIB
-    for (choice, _), time, size in zip(rows, seconds[1:], gib[1:], strict=True):
+    for (choice, _), time, size in zip(fitting, seconds[1:], gib[1:], strict=True):
         choice |= {"saves_s": seconds[0] - time, "more_gib": size - gib[0], "fits": size <= limit}
 
 
@@ -131,8 +136,7 @@ def sizes(config: Config, plan: PlanFields, legal_plan: Plan | None) -> tuple[di
                 cluster=sized,
                 model=model,
             )
-            if resolved := within_memory(trial, trial.plan):
-                effects.append((out, SizedPlan(resolved, trial.workload, sized, model)))
+            effects.append((out, SizedPlan(trial.plan, trial.workload, sized, model)))
         return out
 
     def doubled(value: int) -> list[int]:
