@@ -64,6 +64,17 @@ def test_fused_adamw_updates_as_torch_does_and_rounds_the_masters():
     assert torch.equal(rounded, ours.detach().to(torch.bfloat16))
     assert fused.state[ours]["step"] == 5
 
+    before = [t.clone() for t in (ours, rounded, fused.state[ours]["exp_avg"], fused.state[ours]["exp_avg_sq"])]
+    fused.guarded = True
+    for factor in (0.0, float("nan")):  # of a norm that is not finite
+        ours.grad = torch.full_like(ours.grad, float("nan"))
+        fused.gradient_factor = torch.tensor(factor, device="cuda", dtype=torch.float64)
+        fused.step()
+        fused.take_back()
+        after = (ours, rounded, fused.state[ours]["exp_avg"], fused.state[ours]["exp_avg_sq"])
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert fused.state[ours]["step"] == 5
+
 
 def test_experts_in_one_kernel_equal_experts_one_by_one():
     from meshwright.models.moe import grouped

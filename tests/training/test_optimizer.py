@@ -1,10 +1,12 @@
 """The update: learning rates, parameter groups, Muon's iteration, averages, gradients that are not finite, deterministic mode."""
 
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import ranks
 from meshwright.describe.config import Config
@@ -278,6 +280,64 @@ def test_all_ranks_raise_in_the_step_in_which_one_rank_has_a_nan(on_nan, code):
     assert [(moved, error, finite, step) for moved, error, finite, step, _ in found] == [
         ([True, False], code, True, 2)
     ] * 2
+
+
+@pytest.fixture
+def alone():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+class KernelInTorch(ModuleType):
+    """The kernel of fused AdamW, in torch's operations."""
+
+    @staticmethod
+    def update(weight, gradient, moments, rounded, factor, guarded, step, group):
+        if guarded and not factor > 0:
+            return
+        (beta_1, beta_2), rate, (first, second) = group["betas"], group["lr"], moments
+        gradient = gradient.to(weight.dtype) * factor.to(weight.dtype)
+        first.lerp_(gradient, 1 - beta_1)
+        second.mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
+        weight.mul_(1 - rate * group["weight_decay"])
+        weight.sub_(rate / (1 - beta_1**step) * first / (second.sqrt() / math.sqrt(1 - beta_2**step) + group["eps"]))
+        if rounded is not None:
+            rounded.copy_(weight)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_an_update_before_the_host_knows_the_norm_is_the_same_update(alone, monkeypatch, clip):
+    """One that is launched although the norm is not finite changes nothing, and is not counted."""
+    from meshwright.parallel.apply import apply
+    from meshwright.training.data.samples import RandomSamples
+    from meshwright.training.loop import Trainer
+    from meshwright.training.optimizer import make
+
+    def trained(fused):
+        monkeypatch.setattr(make, "can_fuse", lambda _: fused)
+        work = WORKLOAD.but(clip=clip)
+        parallel = apply(MODEL, Plan(microbatch=4), work, 0, dtype=torch.bfloat16)
+        settings = Optimizer(learning_rate=0.01, on_nan="skip", clip=0.1, warmup=0)
+        trainer = Trainer(parallel, RandomSamples(MODEL, work.seq, 0), settings, hooks=[Poison((1, 2), 0)])
+        trainer.skip_steps = {4}
+        moved, records = [], []
+        for _ in range(6):
+            before = [p.local.detach().clone() for p in parallel.updated]
+            records.append(trainer.train_step())
+            moved.append(not all(map(torch.equal, before, (p.local for p in parallel.updated))))
+        steps = {int(state["step"]) for state in trainer.optimizer.state.values()}
+        return moved, [r.updated for r in records], [r.loss for r in records], steps, parallel.updated
+
+    monkeypatch.setitem(sys.modules, f"{make.__package__}.adamw_kernel", KernelInTorch("adamw_kernel"))
+    moved, updated, losses, steps, pieces = trained(fused=True)
+    assert moved == updated == [True, False, False, True, False, True]
+    assert steps == {3}
+    *expected, plain = trained(fused=False)
+    assert expected[:2] == [moved, updated]
+    assert losses == pytest.approx(expected[2], rel=1e-5)
+    for ours, theirs in zip(pieces, plain, strict=True):
+        assert torch.allclose(ours.local, theirs.local, rtol=1e-4, atol=1e-6)
 
 
 # The moving average

@@ -156,11 +156,14 @@ class Parallel(Sharded):
     def scaled_loss(self, output: Tensor, target: Tensor) -> Tensor:
         return output if self.fuses_loss else self.loss(output, target) / self.tokens
 
-    def balance_experts(self, updated: bool = True) -> dict[str, float]:
+    def expert_loads(self) -> balance.Loads | None:
+        """After backward: the step's load of every layer with experts."""
+        return balance.loads(self.stages.values(), self.mesh) if self.model.experts else None
+
+    def balance_experts(self, loads: balance.Loads | None, updated: bool = True) -> dict[str, float]:
         """After the update: move balancing biases by the step's load, unless the update was skipped. Returns the metrics of the load."""
         masters = self.masters.pieces if self.masters is not None else ()
-        pieces = self.pieces if updated else []
-        return balance.balance(self.stages.values(), pieces, self.mesh, masters) if self.model.experts else {}
+        return {} if loads is None else balance.balance(loads, self.pieces if updated else [], self.mesh, masters)
 
     def set_tokens(self, tokens: Tensor, scale: float) -> None:
         """Set the global number of valid tokens of the step, which may be 0, and the loss scale."""

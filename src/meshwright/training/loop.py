@@ -7,24 +7,29 @@
     5  norm       the global gradient norm and loss, in one small all-reduce
     6  update     clip, step, zero; not if a gradient is NaN or infinite (`optimizer.norm`)
 
+The host waits for the device once in a step: for the norm and the loss, which it reports and by which it decides. An optimizer that sees on the
+device whether the norm is finite (`optimizer.make.FusedAdamW`) is launched before that, so that the device updates while the host ends this step
+and begins the next one.
+
 Everything else is a hook (`hooks`): metrics, evaluation, checkpoints, profiling, faults, proofs.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
 
 from meshwright.describe.optimizer import Optimizer
 from meshwright.parallel.apply import Parallel
-from meshwright.parallel.numerics.precision import LossScale, at_least_single, unscale
+from meshwright.parallel.numerics.precision import LossScale, unscale
+from meshwright.parallel.on_host import OnHost
 from meshwright.training.data.samples import Loader, Samples
 from meshwright.training.hooks import Hook, StepRecord
 from meshwright.training.optimizer.average import WeightAverage
-from meshwright.training.optimizer.make import make_optimizer
+from meshwright.training.optimizer.make import FusedAdamW, make_optimizer
 from meshwright.training.optimizer.norm import FinitePolicy, clip, counted_squares
 from meshwright.training.optimizer.schedule import base_rate, set_learning_rate, share_at
 from meshwright.training.step_graph import StepGraph
@@ -53,6 +58,10 @@ class Trainer:
         self.indices: Sequence[int] = range(mesh.index("dp") * share, (mesh.index("dp") + 1) * share)
         self.dtype = self.parallel.dtype
         self.scale = LossScale.of(self.dtype)
+        # The optimizer, if it sees on the device whether to update
+        self.guarded = self.optimizer if isinstance(self.optimizer, FusedAdamW) and not self.scale.dynamic else None
+        if self.guarded is not None:
+            self.guarded.guarded = True
         self.loader = Loader(self.samples, mesh.device, self.dtype, self.parallel.position_ids, self.ahead)
 
     def train(self, steps: int) -> list[StepRecord]:
@@ -93,21 +102,21 @@ class Trainer:
         partial = torch.stack((counted_squares(parallel.pieces), self.counted_loss(loss)))
         squares, loss = parallel.all_reduce(partial, "world")
         norm = squares.sqrt() / scale
-        # The only point of a step at which the host waits for the device.
-        norm_value, loss_value, count = torch.stack((norm, loss / scale, tokens)).tolist()
+        numbers, loads = OnHost(torch.stack((norm, loss / scale, tokens))), parallel.expert_loads()
 
-        rate = self.learning_rate
-        finite = self.policy.accept(isfinite(norm_value), self.step, self.scale)
-        if updated := finite and self.step not in self.skip_steps:
-            unscale(parallel.pieces, scale)
-            if parallel.workload.clip:
-                clip(parallel.pieces, norm.to(at_least_single(self.dtype)), self.settings.clip, self.optimizer)
-            set_learning_rate(self.optimizer, rate)
-            with parallel.updating():
-                self.optimizer.step()
+        rate, wanted = self.learning_rate, self.step not in self.skip_steps
+        guarded = self.guarded if wanted else None
+        if guarded is not None:
+            self.update(norm, scale, rate)
+        norm_value, loss_value, count = numbers.values().tolist()
+        updated = self.policy.accept(isfinite(norm_value), self.step, self.scale) and wanted
+        if guarded is None and updated:
+            self.update(norm, scale, rate)
+        elif guarded is not None and not updated:
+            guarded.take_back()
         if parallel.local is not None:
             parallel.local.after_update(tokens * updated)
-        router = parallel.balance_experts(updated)
+        router = parallel.balance_experts(loads, updated)
         if updated and self.average is not None:
             self.average.update()
         parallel.zero_gradients()
@@ -121,6 +130,14 @@ class Trainer:
         if self.policy.error is not None:
             raise self.policy.error
         return record
+
+    def update(self, norm: Tensor, scale: float, rate: float) -> None:
+        """Clip and step."""
+        unscale(self.parallel.pieces, scale)
+        clip(self.parallel.pieces, norm, self.settings.clip if self.parallel.workload.clip else inf, self.optimizer)
+        set_learning_rate(self.optimizer, rate)
+        with self.parallel.updating():
+            self.optimizer.step()
 
     @property
     def learning_rate(self) -> float:

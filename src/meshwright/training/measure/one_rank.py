@@ -48,6 +48,7 @@ from meshwright.training.machine import available_memory
 from meshwright.training.measure import timeline
 from meshwright.training.measure.observe import Observer
 from meshwright.training.measure.profile import trace_step, write
+from meshwright.training.optimizer.make import FusedAdamW
 from meshwright.training.run import completed
 from meshwright.training.step_graph import StepGraph
 from meshwright.units import Json, format_bytes
@@ -192,6 +193,8 @@ def measure_trainer(
     device, shown = str(trainer.parallel.mesh.device), measured_config(config)
     on_gpu, plan = device.startswith("cuda"), config.plan
     trainer.policy.accept = lambda *_: True  # type: ignore[method-assign]  # every step updates, whatever the numbers are
+    if isinstance(trainer.optimizer, FusedAdamW):
+        trainer.optimizer.guarded = False
     records = trainer.train(WARMUP)
     before_timing()
     if on_gpu:

@@ -15,13 +15,17 @@ BLOCK = 2048  # elements of one program
 def adamw_kernel(  # type: ignore[no-untyped-def]
     weight, gradient, first, second, rounded, factor, count,
     decay, beta_1, beta_2, rate, correction_2, epsilon,
-    rounds: tl.constexpr, clips: tl.constexpr, size: tl.constexpr,
+    rounds: tl.constexpr, clips: tl.constexpr, guarded: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     inside = i < count
+    if clips:
+        scale = tl.load(factor)
+        if guarded:
+            inside = inside & (scale > 0)  # false for NaN too
     g = tl.load(gradient + i, mask=inside).to(tl.float32)
     if clips:
-        g = g * tl.load(factor).to(tl.float32)
+        g = g * scale.to(tl.float32)
     w = tl.load(weight + i, mask=inside) * decay
     m = tl.load(first + i, mask=inside)
     v = tl.load(second + i, mask=inside)
@@ -41,10 +45,11 @@ def update(
     moments: tuple[Tensor, Tensor],
     rounded: Tensor | None,
     factor: Tensor | None,
+    guarded: bool,
     step: int,
     group: Json,
 ) -> None:
-    """One step of AdamW, in place. `group` has torch's options."""
+    """One step of AdamW, in place; if `guarded`, none where the factor is 0 or NaN. `group` has torch's options."""
     gradient = gradient.contiguous()
     assert weight.is_contiguous()
     assert rounded is None or rounded.is_contiguous()
@@ -58,5 +63,5 @@ def update(
         weight if factor is None else factor,
         count,
         1 - rate * group["weight_decay"], beta_1, beta_2, rate / (1 - beta_1**step), sqrt(1 - beta_2**step), group["eps"],
-        rounds=rounded is not None, clips=factor is not None, size=BLOCK,
+        rounds=rounded is not None, clips=factor is not None, guarded=guarded, size=BLOCK,
     )  # fmt: skip

@@ -27,10 +27,11 @@ orthogonal matrix times √hidden (`muon`): its effect grows with √hidden only
 28 or 30 bytes for each parameter. In separate passes it would be 60: the gradient is widened (6), scaled by the clip factor (8) and copied
 (8), the update reads and writes 28, the parameter is rounded (6), and the norm reads the wide gradient once more (4).
 
-The clip factor is a number on the device: the kernel reads it there, and the host does not wait for it.
+The clip factor is a number on the device: the kernel reads it there, and the host does not wait for it. It is 0 or NaN if the norm is not
+finite. A `guarded` update then writes nothing; the host learns of that later, and does not count the step (`take_back`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Any
 
@@ -48,15 +49,18 @@ from meshwright.units import Json
 
 class FusedAdamW(torch.optim.AdamW):
     """torch's AdamW, with the same states, for float32 parameters on a GPU. `rounded` has the tensor that each updated parameter is
-    rounded to, if any. `gradient_factor` is multiplied with every gradient of the next step."""
+    rounded to, if any. `gradient_factor` is multiplied with every gradient of the next step; if `guarded`, a factor of 0 or NaN leaves it out."""
 
     rounded: Mapping[nn.Parameter, Tensor] = {}
     gradient_factor: Tensor | None = None
+    guarded = False
+    last_states: Sequence[Json] = ()  # of the parameters in the last step
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         from meshwright.training.optimizer import adamw_kernel
 
+        states = []
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -68,8 +72,14 @@ class FusedAdamW(torch.optim.AdamW):
                 state["step"] += 1
                 moments, rounded = (state["exp_avg"], state["exp_avg_sq"]), self.rounded.get(parameter)
                 step, factor = int(state["step"]), self.gradient_factor
-                adamw_kernel.update(parameter, parameter.grad, moments, rounded, factor, step, group)
-        self.gradient_factor = None
+                adamw_kernel.update(parameter, parameter.grad, moments, rounded, factor, self.guarded, step, group)
+                states.append(state)
+        self.gradient_factor, self.last_states = None, states
+
+    def take_back(self) -> None:
+        """Do not count the last step: its factor was 0 or NaN."""
+        for state in self.last_states:
+            state["step"] -= 1
 
 
 def role_of(piece: Piece) -> str:

@@ -19,13 +19,14 @@ In fp16 an overflow is expected: the loss scale is halved and the step skipped, 
 """
 
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 from torch import Tensor
 
 from meshwright.describe.optimizer import Optimizer
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.numerics.precision import LossScale, at_least_single, narrow
+from meshwright.parallel.numerics.precision import LossScale, at_least_single
 from meshwright.parallel.pieces import Piece
 from meshwright.training.optimizer.make import FusedAdamW
 
@@ -36,19 +37,18 @@ def counted_squares(pieces: list[Piece]) -> Tensor:
     counted = [view for p in trained for box, view in p.views(p.gradient) if box.first_copy and view.numel()]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=pieces[0].local.device if pieces else None)
-    if any(narrow(g.dtype) for g in counted):
-        norms = torch.stack([torch.linalg.vector_norm(g, dtype=at_least_single(g.dtype)) for g in counted])
-        return norms.to(torch.float64).square().sum()
-    return torch.nn.utils.get_total_norm(counted).to(torch.float64) ** 2
+    kinds = {g.dtype: [other for other in counted if other.dtype == g.dtype] for g in counted}
+    norms = [torch.stack(torch._foreach_norm(same, 2.0, at_least_single(dtype))) for dtype, same in kinds.items()]
+    return torch.cat([norm.to(torch.float64) for norm in norms]).square().sum()
 
 
 def clip(pieces: list[Piece], norm: Tensor, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Scale all gradients so that their global norm is at most `max_norm`: in the update, where the optimizer can."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 0 or NaN if the norm is not finite
     if isinstance(optimizer, FusedAdamW):
         optimizer.gradient_factor = factor
         return
-    for piece in pieces:
+    for piece in pieces if max_norm < inf else ():
         if piece.parameter.requires_grad:
             piece.gradient.mul_(factor)
 
