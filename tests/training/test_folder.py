@@ -195,6 +195,13 @@ def test_a_reader_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
         timer.join()
 
 
+def test_a_run_that_ended_before_its_first_attempt_has_stopped(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, CONFIG, PREDICTION)
+    assert state(tmp_path) == "running"
+    folder.close()
+    assert state(tmp_path) == "stopped"
+
+
 def test_states(tmp_path: Path) -> None:
     for cause, word in (("", "done"), ("stopped", "stopped"), ("rank 1: killed", "failed")):
         folder = create(tmp_path / word)

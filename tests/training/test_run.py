@@ -2,7 +2,9 @@
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -331,3 +333,25 @@ def test_a_diverged_run_exits_with_one(tmp_path, monkeypatch, capsys):
             main(["train", "examples/demo-dp2-tp2.toml", "--steps", "2", "--out", str(tmp_path), *as_json])
         assert leaving.value.code == 1
     assert "Loss is NaN or infinite from step 1 on" in capsys.readouterr().out
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    from meshwright.cli import main
+
+    class Started(Exception):
+        pass
+
+    def started(*_, out, **__):
+        folders.append(out)
+        raise Started
+
+    folders = []
+    monkeypatch.setattr("meshwright.api.train", started)
+    monkeypatch.setattr("meshwright.cli.train.time.strftime", lambda _: "20260101-000000")
+    plan = str(Path("examples/demo-dp2-tp2.toml").resolve())
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        with suppress(Started, SystemExit):
+            main(["train", plan, "--json"])
+    assert [folder.name for folder in folders] == [f"demo-dp2-tp2-20260101-000000{end}" for end in ("", "-2")]
+    assert all(folder.is_dir() for folder in folders)

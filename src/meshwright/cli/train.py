@@ -16,7 +16,7 @@ import typer
 from meshwright import api
 from meshwright.cli.options import Overrides, described
 from meshwright.cli.output import patient, writable
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, cannot_write
 from meshwright.units import Json
 from meshwright.view.tables import show, show_json
 from meshwright.view.trace import write_trace
@@ -72,6 +72,8 @@ def command(
     if changes and reports and not as_json:
         show(*(f"[dim]{change}[/]" for change in changes))
     folder = resume or out or Path("runs") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if not (resume or out or dry_run or place):
+        folder = made_alone(folder)
     if dry_run:
         check_only(config, device, backend, folder, as_json)
         return
@@ -86,6 +88,20 @@ def command(
         train_and_show(run, config.run.steps, folder, trace, as_json)
     else:
         run()
+
+
+def made_alone(folder: Path) -> Path:
+    """Make this folder, or one with a number behind its name: another run may begin in the same second."""
+    for number in range(1, 1000):
+        named = folder.with_name(folder.name + f"-{number}" * (number > 1))
+        try:
+            named.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise cannot_write(named, error) from error
+        return named
+    return folder
 
 
 def plan_to_train(plan: Path | None, out: Path | None, resume: Path | None, from_scratch: bool) -> Path:

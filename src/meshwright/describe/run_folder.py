@@ -172,7 +172,7 @@ def state(folder: Path) -> str:
     lock = lock_of(folder)
     if lock.taken:
         return "running"
-    elsewhere = not attempts or lock.host != socket.gethostname()
+    elsewhere = lock.host != socket.gethostname()
     return "running" if elsewhere and time.time() - modified(folder) < RECENT_S else "stopped"
 
 
