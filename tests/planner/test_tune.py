@@ -373,6 +373,24 @@ def test_the_users_plan_is_that_of_plan_files_and_of_settings_and_keeps_to_the_q
     assert user_plan("plan.toml", "", smaller, configuration("plan.toml", "", None, **smaller)) is None
 
 
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        ((0.109, 0.5), "As fast within the spread of the steps: dp 2 (ZeRO-1)"),
+        ((0.3, 0.9), "The steps of 1 run differ by more than 50%"),
+        ((0.109, 0.1), ""),
+    ],
+)
+def test_plans_that_the_runs_cannot_tell_apart_are_named(folder, capsys, second, says):
+    config = configure("plan.toml", gpus=2)
+    plans = [config.plan, config.plan.but(replicate=1, shard=2, zero=1)]
+    runs = [session.TuneRun(0, "measured", 0.1, 0.05), session.TuneRun(1, "measured", *second)]
+    show(page(session.Tuning(config, plans, folder, runs), "2 runs were made"))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("To tell the plans apart" in shown) == bool(says)
+    assert says in shown
+
+
 def test_a_folder_with_brackets_is_shown_as_it_is(folder, capsys):
     config = configure("plan.toml", gpus=2)
     tuning = session.Tuning(config, [config.plan], Path("[old]"), [session.TuneRun(0, "measured", 0.1)])

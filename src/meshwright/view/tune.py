@@ -5,10 +5,12 @@ from rich.markup import escape
 
 from meshwright.planner.tune.run import MEASURED, TuneRun
 from meshwright.planner.tune.session import BEST, STACK, Tuning
-from meshwright.units import format_seconds
+from meshwright.units import counted, format_seconds
 from meshwright.view.tables import table
 
 SHOWN = 5  # candidates that were not run
+LARGE_SPREAD = 0.5  # of the steps of a run: other programs used the machine, or steps are unequal
+AGAIN = "To tell the plans apart: more --steps on a machine without other programs, and another --out."
 
 
 def before(tuning: Tuning, candidate: int, gain: float) -> str:
@@ -46,5 +48,10 @@ def page(tuning: Tuning, reason: str) -> RenderableType:
         closing.append(
             f"Fastest: [bold]{title}[/], {format_seconds(best.seconds)}; written to {escape(str(tuning.folder / BEST))}"
         )
+        if tuning.as_fast:
+            titles = ", ".join(escape(tuning.plans[trial.candidate].title()) for trial in tuning.as_fast)
+            closing.append(f"As fast within the spread of the steps: {titles}. {AGAIN}")
+        elif noisy := [trial for trial in tuning.trials if (trial.spread or 0.0) > LARGE_SPREAD]:
+            closing.append(f"The steps of {counted(len(noisy), 'run')} differ by more than {LARGE_SPREAD:.0%}. {AGAIN}")
         closing.append(f"Predictions centred on these runs: --stack {escape(str(tuning.folder / STACK))}")
     return Group(rows, *([others] if left else []), *closing)

@@ -89,6 +89,20 @@ class Tuning:
         measured = [t for t in self.trials if t.outcome == MEASURED]
         return min(measured, key=lambda t: t.seconds or math.inf, default=None)
 
+    @property
+    def as_fast(self) -> list[TuneRun]:
+        """The measured plans that the spread of the steps cannot tell from the best one, with 95% confidence."""
+        best, noise = self.best, self.belief.noise
+        if best is None or not best.seconds:
+            return []
+        return [
+            t
+            for t in self.trials
+            if t.seconds
+            and t.candidate != best.candidate
+            and math.log(t.seconds / best.seconds) < 2 * math.hypot(noise[t.candidate], noise[best.candidate])
+        ]
+
     def expected_s(self, candidate: int) -> tuple[float, float, float]:
         """Seconds that are expected of a candidate now, and the band of nine in ten."""
         mean, deviation = self.belief.posterior()
