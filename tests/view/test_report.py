@@ -183,6 +183,24 @@ def test_runs_are_listed_and_compared(tmp_path, capsys):
     assert "MW-REP-001" in capsys.readouterr().err
 
 
+def test_a_comparison_says_which_runs_it_cannot_read(tmp_path, capsys):
+    one, two, three = (folder(tmp_path / name) for name in ("one", "two", "three"))
+    (two / "plan.toml").write_text((two / "plan.toml").read_text().replace("microbatch = 4", "microbatch = 2"))
+    (three / "plan.toml").write_text("")
+    (three / "measurement.json").write_text("[")
+
+    def compared(*folders):
+        with pytest.raises(SystemExit):
+            main(["runs", *map(str, folders)])
+        return capsys.readouterr().out
+
+    shown = compared(one, two, three)
+    assert re.search(r"plan\.microbatch +4 +2 +–", shown)
+    assert "three: MW-REP-002: measurement.json of three is not JSON" in shown
+    assert "The run files of three cannot be read: not compared" in shown
+    assert "equal" not in compared(one, three)
+
+
 def test_a_run_that_ended_is_watched_at_once(tmp_path, capsys):
     folder(tmp_path / "one")
     with pytest.raises(SystemExit):

@@ -22,7 +22,7 @@ from meshwright.describe.run_folder import (
     read_json,
     state,
 )
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, listed
 from meshwright.units import format_bytes, format_count, format_seconds
 from meshwright.view.live import WIDE, WINDOW, format_clock, is_comparable
 from meshwright.view.tables import filled
@@ -181,10 +181,15 @@ def comparison(folders: Sequence[Path]) -> RenderableType:
             lines.append([name, *(formatted(value, form) for value in values)])
     columns = ["", *(f">{row['name']}" for row in summaries)]
     tables: list[RenderableType] = [filled(columns, lines, title="Results")]
-    changed = differences([configuration(folder) for folder in folders])
+    configs = [configuration(folder) for folder in folders]
+    changed = differences(configs)
     names = ["", *(row["name"] for row in summaries)]
     equal = Text("The run files are equal", "dim")
-    return Group(*tables, filled(names, changed, title="Different in the run files") if changed else equal)
+    readable = filled(names, changed, title="Different in the run files") if changed else equal
+    notes = [f"{row['name']}: {row['cause']}" for row in summaries if row["state"] == UNREADABLE]
+    unread = [row["name"] for row, config in zip(summaries, configs, strict=True) if config is None]
+    notes += [f"The run files of {listed(unread)} cannot be read: not compared"] * bool(unread)
+    return Group(*tables, *([readable] if len(unread) < len(configs) - 1 else []), *(Text(n, "red") for n in notes))
 
 
 RESULTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -212,7 +217,13 @@ def differences(configs: Sequence[Config | None]) -> list[list[object]]:
     base_values = {path: next(changes[path][0] for changes in changed if path in changes) for path in paths}
     shown = [path for path in paths if not path.startswith(MEASURED_SECTIONS)]
     rows: list[list[object]] = [
-        [path, *(plain(changes[path][1] if path in changes else base_values[path]) for changes in changed)]
+        [
+            path,
+            *(
+                "–" if config is None else plain(changes[path][1] if path in changes else base_values[path])
+                for config, changes in zip(configs, changed, strict=True)
+            ),
+        ]
         for path in shown
     ]
     for section in MEASURED_SECTIONS:
