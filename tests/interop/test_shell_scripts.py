@@ -84,6 +84,7 @@ DOCUMENTS = {
     "cat": 'N=3\nF="./a.json"\ncat <<EOT > $F\n{"a": $N, "b": {"c": "x $N", "d": \'1\'}, "e": $((N * 2))}\nEOT\n',
     "the file first, nothing replaced": "cat > a.json <<'EOF'\n{\"a\": $N}\nEOF\n",
     "tee": 'tee a.json > /dev/null <<EOF\n{"a": 1}\nEOF\n',
+    "escapes": 'N=3\ncat <<EOF > a.json\n{"a": "x \\"$N\\" \\$N \\`b\\` \\\\ \\n \\\nc", "d": "$(echo "\\"e\\"")"}\nlast "$N"\nEOF\n',
     "in a function": 'write() {\ncat <<EOF > "$1"\n{"a": $2}\nEOF\n}\nwrite a.json 5\n',
 }
 

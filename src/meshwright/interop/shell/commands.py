@@ -220,10 +220,9 @@ class Shell(Expansion):
         raw = node.document
         if raw is None:
             return None
-        heredoc = raw[:1] in "'\"" and (len(raw) < 2 or raw[-1] != raw[0])
-        if not heredoc:
+        if not raw.startswith("\n"):
             return self.text(raw)
-        return raw[1:] if raw[0] == "'" else "".join(value for value, _ in self.parts(raw[1:], quoted=True))
+        return raw[2:] if raw[1] == "'" else "".join(value for value, _ in self.parts(raw[2:], True, escaped="$`\\\n"))
 
     def output(self, text: str, source: str) -> str:
         """What a $(…) prints, if it only prints; open otherwise."""

@@ -78,15 +78,16 @@ class Expansion(ABC):
                 current = (current or "") + value if value or kind == "quoted" else current
         return out if current is None else [*out, current]
 
-    def parts(self, raw: str, quoted: bool = False) -> Iterator[tuple[str, str]]:
-        """The pieces of a word and what they are: "" as written, "quoted", "split" (an expansion without quotes), "next" (starts another word)."""
+    def parts(self, raw: str, quoted: bool = False, escaped: str = '$`"\\\n') -> Iterator[tuple[str, str]]:
+        """The pieces of a word and what they are: "" as written, "quoted", "split" (an expansion without quotes), "next" (starts another word).
+        `escaped`: the characters before which a backslash inside quotes is removed; a here-document keeps it before quotes."""
         place = 0
         kind = "quoted" if quoted else "split"
         while place < len(raw):
             char = raw[place]
             end = end_of_part(raw, place)
             if char == "\\":
-                keep = quoted and raw[place + 1 : end] not in ("$", "`", '"', "\\", "\n")
+                keep = quoted and raw[place + 1 : end] not in tuple(escaped)
                 yield (
                     (raw[place:end] if keep else "" if raw[place + 1 : end] == "\n" else raw[place + 1 : end]),
                     "quoted" * quoted,

@@ -127,6 +127,7 @@ def _documents(text: str, place: int, waiting: list[Waiting], out: list[Token]) 
                 break
             body.append(row)
         quoted = out[index].text[0] in "'\"\\"
-        out[index] = Token(("'" if quoted else '"') + "\n".join(body), out[index].line)
+        mark = "\n'" if quoted else '\n"'  # no word starts with a line feed
+        out[index] = Token(mark + "\n".join(body), out[index].line)
     waiting.clear()
     return min(place, len(text))
