@@ -142,6 +142,18 @@ def test_the_environment_changes_nothing_that_the_script_assigns(
         ("accelerate launch --num_processes 16 --num_machines 2", 16),
         ("mpirun -np 24 python", 24),
         ("deepspeed --num_nodes 2 --num_gpus 8", 16),
+        ("deepspeed --num_gpus=8", 8),
+        ("/usr/bin/env python -m deepspeed.launcher.runner --num_gpus 4", 4),
+        ("deepspeed --hostfile hosts --num_gpus 8", 0),
+        ("deepspeed -H hosts --num_nodes 2 --num_gpus 8", 16),
+        ("deepspeed --include localhost:0,2,3", 3),
+        ("deepspeed -i a:0,1@b:2,3 --master_port 2", 4),
+        ("deepspeed --hostfile hosts --include=a:0,1@b:2", 3),
+        ("deepspeed --include a@b:1", 0),
+        ("deepspeed --exclude a:1", 0),
+        ("deepspeed", 0),
+        ("python -m torch.distributed.launch --nproc_per_node=4", 4),
+        ("srun --container-image=deepspeed:1 --gres=gpu:4 python", 0),
         ("torchrun --nnodes $UNKNOWN --nproc_per_node 8", 0),
         ("#SBATCH -N 8\n#SBATCH --gres=gpu:8\n#SBATCH --ntasks-per-node=1\nsrun accelerate launch --num_processes 64 --num_machines 8", 64),
         ("#SBATCH -N 8\n#SBATCH --gres=gpu:8\n#SBATCH --ntasks-per-node=1\nsrun torchrun --nnodes 8 --nproc_per_node 4", 32),
@@ -239,6 +251,13 @@ def test_sourced_files_are_named(tmp_path: Path) -> None:
     text = f"source ./env.sh\n. ~/venv/bin/activate\n. $HOME/model.sh\npython pretrain_gpt.py {MODEL}\n"
     reading = read_settings(script(tmp_path, text))
     assert reading.understood.others["not read"] == ["./env.sh", "$HOME/model.sh"]
+
+
+def test_a_file_of_hosts_is_named(tmp_path: Path) -> None:
+    text = f"deepspeed --hostfile hosts.txt --num_gpus 8 pretrain_gpt.py {MODEL}\n"
+    assert read_settings(script(tmp_path, text)).understood.others["not read"] == ["hosts.txt"]
+    counted = text.replace("--num_gpus", "--num_nodes 2 --num_gpus")
+    assert "not read" not in read_settings(script(tmp_path, counted)).understood.others
 
 
 def test_hydra_overrides_of_a_script(tmp_path: Path) -> None:

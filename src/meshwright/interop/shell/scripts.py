@@ -27,6 +27,10 @@ OPTIONS = {
 }  # fmt: skip
 TORCHRUN = ("--nnodes", "--nproc_per_node", "--nproc-per-node")
 GPU_LISTS = ("--gres", "--gpus-per-node")  # gpu:h100:8
+# Launchers that start the processes of one node where no number of nodes is given; DeepSpeed's those of a file of hosts, if it is given one.
+DEEPSPEED = ("deepspeed", "deepspeed.launcher.runner")
+ONE_NODE = (*DEEPSPEED, "torchrun", "torch.distributed.run", "torch.distributed.launch")
+HOSTFILE, INCLUDE = ("--hostfile", "-H"), ("--include", "-i")
 DIRECTIVE = re.compile(r"^#SBATCH\s+(.+)$", re.MULTILINE)
 PROGRAM = re.compile(r".*\.py|llamafactory-cli|axolotl|tune|nemo")
 SLURM = {
@@ -44,8 +48,8 @@ OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 class Script:
     """What a script states: flags, settings as `a.b=c`, and the nodes and processes of a node of its launcher.
 
-    `skipped` names commands that an open condition leaves out, `sourced` files that are not read, `environment` variables of the caller that were
-    used; `files` are those that the script writes and names in its flags."""
+    `skipped` names commands that an open condition leaves out, `sourced` files that are not read, such as a list of hosts, `environment`
+    variables of the caller that were used; `files` are those that the script writes and names in its flags."""
 
     args: list[str] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
@@ -100,7 +104,7 @@ def training_command(
     if most < LEAST_KEYS:
         words = [word for each in shell.started for word in (*each.words, "--")] + list(flag_words(shell.variables))
         best = command_of(words, given)
-    best.skipped, best.sourced = shell.skipped, list(shell.sourced)
+    best.skipped, best.sourced = shell.skipped, [*shell.sourced, *best.sourced]
     named = set(map(os.path.normpath, best.args))
     files = {os.path.normpath(as_written(name)): text for name, text in shell.files.items()}
     best.files = {name: text for name, text in files.items() if name in named}
@@ -114,11 +118,18 @@ def command_of(words: Sequence[str], given: dict[str, str]) -> Script:
     first = module if module >= 0 and first < 0 else first
     launcher = [as_written(word) for word in words[: max(first, 0)]]
     launched = launcher_options(launcher, given)
-    if "torchrun" in " ".join(launcher) and "each" in launched:
+    programs = {word.rpartition("/")[2] for word in launcher}
+    by_deepspeed = not programs.isdisjoint(DEEPSPEED)
+    hosts = [
+        value for name, value in options(launcher) if by_deepspeed and name in HOSTFILE and "nodes" not in launched
+    ]
+    if by_deepspeed:
+        launched |= included_gpus(launcher)
+    if not hosts and not programs.isdisjoint(ONE_NODE) and "each" in launched:
         launched.setdefault("nodes", "1")
     # Some frameworks have flags of torchrun as settings too.
     own = [word for name, value in options(launcher) if name in TORCHRUN for word in (name, value) if value]
-    out = Script([*own, "--"], launched=launched)
+    out = Script([*own, "--"], launched=launched, sourced=hosts)
     for word in map(as_written, words[first + 1 :]):
         if FLAG.match(word) or word == "--":
             out.args.append(word)
@@ -152,6 +163,20 @@ def launcher_options(words: Sequence[str], given: Mapping[str, str] | None = Non
     elif each := out.get("gpus") or out.get("tasks"):
         out["each"] = each
     return out
+
+
+def included_gpus(words: Sequence[str]) -> dict[str, str]:
+    """The nodes and the GPUs of each that DeepSpeed's `--include a:0,1@b:0,1` names; nothing where a host stands for all of its GPUs."""
+    named: dict[str, set[str]] = {}
+    for host in (each for name, value in options(words) if name in INCLUDE for each in value.split("@")):
+        name, _, numbers = host.partition(":")
+        if not re.fullmatch(r"\d+(,\d+)*", numbers):
+            return {}
+        named.setdefault(name, set()).update(numbers.split(","))
+    sizes = [len(numbers) for numbers in named.values()]
+    if len(set(sizes)) > 1:  # hosts with different numbers of GPUs
+        return {"nodes": "1", "each": str(sum(sizes))}
+    return {"nodes": str(len(sizes)), "each": str(sizes[0])} if sizes else {}
 
 
 def slurm_variables(given: dict[str, str]) -> dict[str, Value]:
