@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.errors import MeshwrightError
+from meshwright.interop.files import read_settings
 from meshwright.interop.frameworks import FRAMEWORKS, READABLE, find, megatron
 from meshwright.interop.keys import is_misspelling
 from meshwright.interop.recipes import RecipeVerdict, check, rows
@@ -485,3 +486,78 @@ def test_slow_patterns_have_seconds() -> None:
     assert found.slow
     assert {f["code"] for f in found.findings if f.get("cost_s", 0) > 0} >= {"MW-LINT-014"}
     assert not judge({**row, "settings": slow | {"activation_checkpoint.mode": "none"}}).slow
+
+
+NEMO_1 = """
+trainer: {num_nodes: 128, devices: 8, precision: bf16}
+model:
+  micro_batch_size: 1
+  global_batch_size: 2048
+  tensor_model_parallel_size: 4
+  pipeline_model_parallel_size: 4
+  virtual_pipeline_model_parallel_size: 10
+  context_parallel_size: 2
+  sequence_parallel: true
+  encoder_seq_length: 8192
+  max_position_embeddings: ${.encoder_seq_length}
+  num_layers: 80
+  hidden_size: 8192
+  ffn_hidden_size: ${multiply:4, ${.hidden_size}}
+  num_attention_heads: 64
+  num_query_groups: 8
+  activation: fast-swiglu
+  normalization: rmsnorm
+  bias: false
+  position_embedding_type: rope
+  share_embeddings_and_output_weights: false
+  override_vocab_size: 128256
+  activations_checkpoint_granularity: full
+  activations_checkpoint_method: block
+  activations_checkpoint_num_layers: 1
+  megatron_amp_O2: true
+  optim: {name: distributed_fused_adam, overlap_grad_sync: true, overlap_param_sync: true}
+  data: {seq_length: "${model.encoder_seq_length}", index_mapping_dir: "${data_dir}"}
+"""
+
+
+def nemo_1(tmp_path: Path, *changes: tuple[str, str]) -> Any:
+    text = NEMO_1
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "llama3_1_70b.yaml"
+    path.write_text(text)
+    return read_settings(path)
+
+
+def test_settings_of_nemo_1_are_not_those_of_megatron_bridge(tmp_path: Path) -> None:
+    """Hydra's YAML of the first NeMo, with the numbers of its launcher's llama3_1_70b.yaml; references to other keys are followed."""
+    found = nemo_1(tmp_path)
+    assert (found.framework.name, found.gpus, found.errors) == ("nemo-1", 1024, [])
+    plan, model = found.plan, found.shape.model
+    assert plan.title() == (
+        "dp 32 (ZeRO-1) · tp 4+sp · cp 2 (ring) · pp 4×10 (interleaved) · micro-batch 1 · recompute full (1 per stage) · overlap dp+cp"
+    )
+    assert (found.workload.batch, found.workload.seq, found.workload.precision) == (2048, 8192, "bf16")
+    assert (model.layers, model.ffn, model.max_positions, model.activation, model.tied) == (
+        80,
+        32768,
+        8192,
+        "swiglu",
+        False,
+    )
+    assert "left open" not in found.understood.others
+    assert nemo_1(tmp_path, ("distributed_fused_adam", "fused_adam")).plan.zero == 0
+    sharded = nemo_1(tmp_path, ("megatron_amp_O2: true", "fsdp: true"), ("pipeline_model_parallel_size: 4\n", "pipeline_model_parallel_size: 1\n"),
+                     ("virtual_pipeline_model_parallel_size: 10", "fsdp_grad_reduce_dtype: bf16"), ("distributed_", ""))  # fmt: skip
+    assert (sharded.plan.zero, sharded.plan.grad_dtype) == (3, "bf16")
+
+
+def test_what_has_another_meaning_in_nemo_1_is_said(tmp_path: Path) -> None:
+    open_ = nemo_1(tmp_path, ("encoder_seq_length: 8192", "encoder_seq_length: ${seq}"))
+    assert "MW-SET-016" in {p.code for p in open_.errors}
+    (adapters,) = nemo_1(tmp_path, ("megatron_amp_O2: true", "peft: {peft_scheme: lora}")).errors
+    assert "adapters (lora)" in adapters.what
+    warned = nemo_1(tmp_path, ("megatron_amp_O2: true", "megatron_amp_O2: false"))
+    assert not warned.errors
+    assert [p.what for p in warned.problems if p.severity == "warning"] == ["bf16 without megatron_amp_O2"]

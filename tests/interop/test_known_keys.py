@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 BENCHMARK = runpy.run_path(str(HERE.parents[1] / "benchmarks" / "recipes.py"))
 
 # torchtitan 0.3 has its settings in Python; the others are read for what they refuse only.
-WITHOUT_PACKAGE = ("torchtitan-0.3", "picotron", "verl", "nemo-rl")
+WITHOUT_PACKAGE = ("torchtitan-0.3", "picotron", "verl", "nemo-rl", "nemo-1")
 
 
 def test_misspelt_keys_are_noticed() -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -37,6 +38,12 @@ COMMON = re.compile(  # keys that inference servers have too
     r"(tp|pp|cp|ep|dp|sp|etp)_size|(max_)?(batch_size|seq_len)|size|dtype|model|bf16|fp16|learning_rate"
 )
 WRAPPERS = ("MODEL_ARGS.", "ENV_VARS.")
+REFERENCE = re.compile(
+    r"\$\{(\.*)([A-Za-z_]\w*(?:\.\w+)*)\}"
+)  # of OmegaConf: to a key from the top, or with dots from the key's own section
+PRODUCT = re.compile(r"\$\{multiply:\s*(\d{1,9})\s*,\s*(\d{1,9})\s*\}")  # of NeMo
+LONGEST = 1_000  # letters of a value that a reference stands for
+MOST_REFERENCES = 5  # that lead to each other
 
 
 def is_settings_file(path: object) -> bool:
@@ -85,12 +92,34 @@ def parse(path: str | Path, text: str | None = None) -> Parsed:
     if place.suffix == ".py":
         return Parsed(_python(text, path), [])
     if place.suffix in YAML:
-        found = flattened(_table(_yaml(text, path), path))
+        found = interpolated(flattened(_table(_yaml(text, path), path)))
         for prefix in WRAPPERS:
             found = {name.removeprefix(prefix): value for name, value in found.items()}
         return Parsed(found, [])
     script = script_of(text, path)
     return Parsed(script.settings | deepspeed_settings(script, folder), script.args, script)
+
+
+def interpolated(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a YAML file with references to other keys, such as `${.hidden_size}`, and products replaced by their values."""
+    for _ in range(MOST_REFERENCES):
+        settings = {
+            name: PRODUCT.sub(
+                lambda found: str(int(found[1]) * int(found[2])),
+                REFERENCE.sub(partial(referred, settings, name), value),
+            )
+            if isinstance(value, str) and "${" in value
+            else value
+            for name, value in settings.items()
+        }
+    return settings
+
+
+def referred(settings: dict[str, Any], name: str, found: re.Match[str]) -> str:
+    """The value that a reference in the value of a key stands for; the reference itself where that is no value of the file."""
+    sections = name.split(".")
+    value = settings.get(".".join([*sections[: len(sections) - len(found[1])], found[2]] if found[1] else [found[2]]))
+    return str(value) if isinstance(value, str | int | float) and len(str(value)) < LONGEST else found[0]
 
 
 def detect(settings: dict[str, Any], args: list[str] | None = None) -> Framework | None:

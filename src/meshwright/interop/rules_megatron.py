@@ -8,6 +8,7 @@ from meshwright.interop.rules import VIRTUAL, Rule, SettingsOptions
 
 CORE = ("megatron-lm", "megatron-bridge", "ms-swift")
 LM = ("megatron-lm",)
+NEMO = ("nemo-1",)
 ENDS = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
@@ -143,6 +144,11 @@ MEGATRON_RULES = (
          "core_attn"),
          "attn_proj is offloaded without core_attn", "The input of the projection is the output of the attention that stays",
          "offload modules core_attn attn_proj"),
+    Rule(NEMO, lambda o: o.on("peft_scheme"), "adapters ({peft_scheme}) in settings of NeMo 1", "Training of all weights is read from its settings",
+         "settings of Megatron-Bridge or Automodel, whose adapters are read"),
+    Rule(NEMO, lambda o: o["megatron_amp_O2"] is False and not o.on("fsdp") and o.facts.get("half") in ("fp16", "bf16"),
+         "{half} without megatron_amp_O2", "The weights stay in fp32 under autocast; predicted are 16-bit weights with a copy in fp32",
+         "megatron_amp_O2 true", severity="warning"),
     Rule(CORE, lambda o: o.on("distribute_saved_activations") and (o.facts.get("sp") or not o.full or o.degree("tp") == 1),
          "distributed saved activations without tensor parallelism and full recompute, or with sequence parallelism",
          "They divide the inputs of recomputed layers over tensor-parallel ranks, as sequence parallelism does",

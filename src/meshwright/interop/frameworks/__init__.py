@@ -11,7 +11,7 @@ from meshwright.interop.frameworks.bridge import BRIDGE
 from meshwright.interop.frameworks.deepspeed import DEEPSPEED
 from meshwright.interop.frameworks.megatron import MEGATRON
 from meshwright.interop.frameworks.nanotron import LEVANTER, NANOTRON, OLMO_CORE
-from meshwright.interop.frameworks.read_only import GPT_NEOX, MS_SWIFT, PICOTRON, TORCHTUNE
+from meshwright.interop.frameworks.read_only import GPT_NEOX, MS_SWIFT, NEMO_1, PICOTRON, TORCHTUNE
 from meshwright.interop.frameworks.reinforcement import NEMO_RL, VERL
 from meshwright.interop.frameworks.torchtitan import TORCHTITAN
 from meshwright.interop.frameworks.torchtitan_python import TORCHTITAN_03
@@ -33,7 +33,7 @@ FRAMEWORKS: Registry[Framework] = Registry(  # whose settings are read and writt
     LLAMA_FACTORY,
 )
 READ_ONLY: Registry[Framework] = Registry(
-    "framework", TORCHTUNE, PICOTRON, GPT_NEOX, OLMO_CORE, LEVANTER, MS_SWIFT, VERL, NEMO_RL
+    "framework", TORCHTUNE, PICOTRON, GPT_NEOX, NEMO_1, OLMO_CORE, LEVANTER, MS_SWIFT, VERL, NEMO_RL
 )
 READABLE: Mapping[str, Framework] = ChainMap(READ_ONLY, FRAMEWORKS)  # type: ignore[arg-type]
 

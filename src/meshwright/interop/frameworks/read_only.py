@@ -1,6 +1,6 @@
-"""torchtune, picotron, gpt-neox and ms-swift: their files are read, not written."""
+"""torchtune, picotron, gpt-neox, NeMo 1 and ms-swift: their files are read, not written."""
 
-from meshwright.interop.frameworks.megatron import MEGATRON
+from meshwright.interop.frameworks.megatron import MEGATRON, derive_recompute, derive_schedule, derive_sharding
 from meshwright.interop.frameworks.trainer import OTHERS
 from meshwright.interop.keys import Facts
 from meshwright.interop.tables import framework
@@ -68,6 +68,19 @@ GPT_NEOX = framework(
     ),
     derive=_neox,
 )
+
+
+def _nemo(facts: Facts) -> None:
+    if facts.get("fsdp"):
+        facts.setdefault("sharding", "parameters")
+    derive_sharding(facts)
+    derive_recompute(facts)
+    derive_schedule(facts)
+    if facts.get("tp", 1) == 1:
+        facts["sp"] = False
+
+
+NEMO_1 = framework("nemo-1", not_modelled=(r"^(trainer|model)\.(?!peft)|^exp_manager\.checkpoint",), derive=_nemo)
 
 
 # --- ms-swift: arguments of Transformers' Trainer; its `megatron` commands take Megatron's flags with underscores.
