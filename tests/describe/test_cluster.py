@@ -186,6 +186,9 @@ def test_the_shares_of_hopper_are_those_that_bench_measured():
         efficiency = catalog.load("accelerators", device).efficiency
         for name in ("gemm", "flash", "fused", "memory"):
             assert getattr(efficiency, name) == round(measured[name], 2)
+    assert catalog.load("accelerators", "h200").efficiency.elementwise == {
+        name: round(factor, 2) for name, factor in measured["elementwise"].items()
+    }
 
 
 def test_a_tpu_is_planned_along_one_axis_of_its_torus() -> None:

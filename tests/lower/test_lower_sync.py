@@ -280,8 +280,9 @@ def test_a_pipeline_gathers_and_reduces_once_per_step():
 
 
 def test_units_are_copied_from_gathers_and_to_reductions():
-    """fully_shard gathers rank by rank and reduces rank by rank: gathered weights are read and written once more forward and backward, gradients are
-    read in 16 bits and written in those of the reduction. Flat shards are gathered in place, and a single rank gathers nothing."""
+    """fully_shard gathers rank by rank and reduces rank by rank: a rank's wide shards are rounded and copied to one buffer, gathered weights are
+    read and written once more, both forward and backward; gradients are read in 16 bits and written in those of the reduction. Flat shards
+    are gathered in place, and a single rank gathers nothing."""
 
     def copies(**changes):
         program = lowered(GPT.but(tied=False), ONCE, Stack(**changes.pop("stack", {})), zero=3, **changes)
@@ -291,10 +292,18 @@ def test_units_are_copied_from_gathers_and_to_reductions():
     weights = sum(
         np.prod(linear.d_out * linear.d_in) for linear in GPT.blocks[GPT.kinds[0]].linears
     )  # without the vectors, of which there are few
+    shards, gathered = (4 + 2 + 2 + 2) * weights / P, 4 * weights
     assert copies(shard=P) == pytest.approx(
-        {"unit-copy-out0": 4 * weights, "unit-copy-out1": 4 * weights, "unit-copy-in2": 6 * weights}, rel=0.02
+        {
+            "shard-copy-in0": shards,
+            "unit-copy-out1": gathered,
+            "shard-copy-in2": shards,
+            "unit-copy-out3": gathered,
+            "unit-copy-in4": 6 * weights,
+        },
+        rel=0.02,
     )
-    assert [*copies(shard=P, reshard=False)] == ["unit-copy-out0", "unit-copy-in1"]
+    assert [*copies(shard=P, reshard=False)] == ["shard-copy-in0", "unit-copy-out1", "unit-copy-in2"]
     assert copies(shard=P, stack={"flat_shards": True}) == copies(shard=1) == {}
 
 

@@ -232,7 +232,7 @@ def cluster_of(
         collectives=NO_LIBRARY_TERMS if levels and backend != "nccl" else expected.collectives,
         price=expected.price,
         source=f"{bench.tool} of {bench.made or 'unknown date'}: {where(bench, backend)}",
-        checked="measured" if levels else "collectives measured, links not",
+        checked="measured" if levels else f"{'collectives' if bench.world > 1 else 'device'} measured, links not",
     )
 
 

@@ -210,22 +210,28 @@ def unit_ops(b: Batch, group: str, unit: Load, times: Array) -> dict[str, list[O
         backward = backward * np.where(b.recompute == 2, 2.0, 1.0)
     # Without resharding after forward, the weights are gathered once per step, not once per micro-batch.
     forward = on * np.where(b.reshard, 1.0, once) * times
-    copied_out = _unit_copy(b, "unit-copy-out", forward, 2 * gather.bytes)
+    widened = np.where(b.kept_bytes > b.param_bytes, b.kept_bytes + b.param_bytes, 0.0) * unit.held
+    copied = [
+        *_unit_copy(b, "shard-copy-in", forward, (widened + 2 * gather.bytes) / b.size(shard), 2.0),
+        *_unit_copy(b, "unit-copy-out", forward, 2 * gather.bytes),
+    ]
     copied_in = _unit_copy(b, "unit-copy-in", reduces, unit.held * (b.param_bytes + b.summed_bytes))
     return {
-        "F": [op(gather, forward), *copied_out],
-        "I": [op(gather, backward), *(replace(x, count=backward) for x in copied_out)],
+        "F": [op(gather, forward), *copied],
+        "I": [op(gather, backward), *(replace(x, count=backward) for x in copied)],
         "W": [*copied_in, *scatter],
     }
 
 
-def _unit_copy(b: Batch, name: str, count: Array, size: Array) -> list[Op]:
-    """The copy between the buffer of a unit's collective and its parameters or gradients: `fully_shard` gathers the shards of a unit rank by rank and
-    copies them to the parameters, and brings 16-bit gradients to the order and the dtype of the reduce-scatter. Both run on the stream that computes
-    (torch: fsdp/_fully_shard/_fsdp_collectives.py, split_with_sizes_copy and chunk_cat). Flat shards are gathered in place."""
+def _unit_copy(b: Batch, name: str, count: Array, size: Array, passes: float = 1.0) -> list[Op]:
+    """The copies between the buffers of a unit's collectives and its parameters or gradients: `fully_shard` rounds a rank's wide shards and copies
+    them to one buffer, gathers the shards rank by rank and copies them to the parameters, and brings 16-bit gradients to the order and the dtype
+    of the reduce-scatter (torch: fsdp/_fully_shard/_fsdp_collectives.py, _foreach_copy_, split_with_sizes_copy and chunk_cat). Flat shards are
+    gathered in place."""
     if not b.copies_units:
         return []
-    return [Op(name, "copies", "memory", count, bytes=size, elementwise=name)]
+    rate = "unit-copy-out" if name == "unit-copy-out" else "unit-copy-in"  # as `bench` measures them
+    return [Op(name, "copies", "memory", count, bytes=size, launches=passes, elementwise=rate)]
 
 
 # The messages of a batch of plans
