@@ -26,7 +26,7 @@ from meshwright.planner.search.leaders import Ranking
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.strategies import Candidate
 from meshwright.planner.sites import LATENCY, Crossing, crossing
-from meshwright.predict.estimate import Estimate, estimate
+from meshwright.predict.estimate import Estimate
 from meshwright.units import Json, format_seconds
 
 RIVALS = 10  # leaders whose worst cases are compared
@@ -189,7 +189,7 @@ class Result(Shown):
     def compare(self, plan: Plan) -> PlanComparison:
         """Compare the user's plan with the winner; both simulated."""
         try:
-            user = estimate(self.config.but(plan=plan))
+            user = self.space.estimate(plan)
         except MeshwrightError as refused:
             return PlanComparison(None, self.estimate, str(refused))
         if plan.pp > 1:

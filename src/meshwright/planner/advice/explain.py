@@ -17,7 +17,7 @@ from meshwright.planner.search import strategies
 from meshwright.planner.search.branch_and_bound import SearchOutcome
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.strategies import Candidate
-from meshwright.predict.estimate import Estimate, estimate
+from meshwright.predict.estimate import Estimate
 from meshwright.units import format_bytes, format_seconds
 
 
@@ -66,7 +66,7 @@ class Explanation:
 
 def walked_estimate(space: Space, plan: Plan, time: float) -> Estimate:
     """Estimate a plan with its simulated step time; the bubble takes the difference to the closed form."""
-    e = estimate(space.config.but(plan=plan))
+    e = space.estimate(plan)
     return replace(e, prediction=as_walked(e.prediction, time))
 
 

@@ -95,6 +95,7 @@ class CellMap:
 
     def __init__(self, space: Space, headroom: float = HEADROOM) -> None:
         self.space = Space(space.config, common_choices(space.choices, space), space.bucket)
+        self.space.estimates = space.estimates
         self.frames = self.space.frames
         self.search = Search(self.space, space.cluster.accelerator.memory * (1 - headroom))
         self.search.best = self.best = CellIncumbents(self.search.best.limit, self.space.degrees)

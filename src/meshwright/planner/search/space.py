@@ -31,6 +31,7 @@ from meshwright.describe.schedules import SCHEDULES
 from meshwright.lower.batch import Batch
 from meshwright.planner.search.choices import DTYPES
 from meshwright.planner.search.legal_options import LegalOptions
+from meshwright.predict.estimate import Estimate, estimate
 
 LARGEST_TABLE = 1 << 16  # entries of a table of distinct values
 Options = Callable[..., PlanArrays]
@@ -121,6 +122,16 @@ class Space(LegalOptions):
     def with_base(self, base: Plan) -> Space:
         """The same problem and choices with another base plan."""
         return Space(self.config.but(plan=base), self.choices, self.bucket)
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """Estimate a plan; each is estimated once."""
+        if plan not in self.estimates:
+            self.estimates[plan] = estimate(self.config.but(plan=plan))
+        return self.estimates[plan]
+
+    @cached_property
+    def estimates(self) -> dict[Plan, Estimate]:
+        return {}
 
     @cached_property
     def frames(self) -> PlanArrays:

@@ -1,5 +1,7 @@
 """Efficiency against the batch: MFU of this plan for other batches, and the critical batch from which data-parallel communication is hidden."""
 
+from functools import partial
+
 from meshwright.describe.legality import batch_unit
 from meshwright.describe.result import values_of
 from meshwright.planner.advice.alternatives import PlanTrials
@@ -19,7 +21,8 @@ def data(subject: Subject) -> Json:
     critical = e.critical_batch
     sizes = [unit * k for k in FACTORS if unit * k <= REACH * max(e.workload.batch, critical.sequences or 0)]
     sizes = sorted({*thinned(sizes, FEW if subject.is_provisional else len(FACTORS)), e.workload.batch})
-    rows = [row for batch in sizes if (row := at_batch(e, batch)) is not None]
+    found = [subject.shared.once(("batch", batch), partial(at_batch, e, batch)) for batch in sizes]
+    rows = [row for row in found if row is not None]
     return {
         "batch": e.workload.batch,
         "unit": unit,

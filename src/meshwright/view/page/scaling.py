@@ -24,7 +24,7 @@ BEST = (-1, 0, 1)  # doublings at which the best common plan is searched
 def data(subject: Subject) -> dict[str, Any]:
     """Both curves of this plan, the best plans of some sizes, and the count at which the network between nodes takes over."""
     e = subject.estimate
-    strong, weak = (curve(e, grows) for grows in (False, True))
+    strong, weak = subject.shared.once("scaling", lambda: [curve(e, grows) for grows in (False, True)])
     takes_over = crossing(strong)
     return {
         "gpus": e.plan.world,

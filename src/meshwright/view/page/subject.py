@@ -10,10 +10,10 @@ same, and the page draws them until the complete search is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright.cost.walked import WalkedStep
 from meshwright.describe.config import Config, Configured
@@ -28,6 +28,7 @@ from meshwright.planner.sizing import OPTIONS
 from meshwright.predict.estimate import Estimate, estimate
 
 FIRST_LEADERS = 3
+T = TypeVar("T")
 
 
 class Shared:
@@ -35,8 +36,15 @@ class Shared:
 
     def __init__(self, config: Config, question: Mapping[str, Any], result: Result | None = None) -> None:
         self.config, self.question = config, dict(question)
+        self.known: dict[Any, Any] = {}
         if result is not None:
             self.__dict__["result"] = result
+
+    def once(self, key: Any, function: Callable[[], T]) -> T:
+        """A result that the provisional and the complete answer of a view both show, computed for the first of them."""
+        if key not in self.known:
+            self.known[key] = function()
+        return self.known[key]
 
     @cached_property
     def estimate(self) -> Estimate:
