@@ -18,6 +18,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.changes import candidates
 from meshwright.planner.advice.lint.finding import Finding
 from meshwright.predict.estimate import estimate
+from meshwright.units import format_seconds
 from meshwright.view.json_schema import schema_of
 from meshwright.view.page import advice, published
 from meshwright.view.page.choices import choices
@@ -124,6 +125,16 @@ def test_timeline_is_what_simulate_prints(subjects):
     assert np.allclose(starts, walk.start[first : first + len(starts)], atol=walk.makespan / found["ticks"])
     assert sum(stage["layers"] for stage in found["stages"]) == subject.model.layers
     assert found["stages"][0]["ends"] == ["embedding"]
+
+
+def test_one_plan_has_one_simulated_step_beside_its_closed_form(subjects):
+    subject = subjects["pipeline"].provisional()
+    simulated = mw.simulate(subject.config).as_dict()["step_time_s"]
+    assert VIEWS["pareto"].data(subject)["mine"]["step_time_s"] == simulated
+    assert VIEWS["leaders"].data(subject)["mine"]["step_time_s"] == pytest.approx(simulated, rel=1e-12)
+    formula = VIEWS["verdict"].data(subject)["formulas"]["step"]
+    assert f"simulated, as the timeline and the best plans show it: {format_seconds(simulated)}" in formula
+    assert "simulated" not in VIEWS["verdict"].data(subjects["single"])["formulas"]["step"]
 
 
 def test_timeline_has_the_chosen_schedules(subjects):

@@ -56,6 +56,29 @@ def test_fields_without_a_rule_are_inputs(server: str, open_page: Open) -> None:
     assert page.get_by_label("Rank of PowerSGD").count() == 0 or not page.get_by_text("Rank of PowerSGD").is_visible()
 
 
+DRAWINGS = """() => {
+  window.drawings = 0;
+  const drawn = (one) => one.target.matches("[data-name=timeline] > .body") && [...one.addedNodes].some((node) => node.matches?.(".stats"));
+  new MutationObserver((changes) => { window.drawings += changes.filter(drawn).length; }).observe(document, { childList: true, subtree: true });
+}"""
+
+
+def test_an_answer_that_was_complete_at_first_is_drawn_once(server: str, open_page: Open) -> None:
+    page = open_page(f"{server}/{fragment(view='timeline', **STATE)}")
+    settled(page)
+    page.evaluate(DRAWINGS)
+    for settings, times in (
+        ({"schedules": ["gpipe"]}, 1),
+        ({}, 2),
+    ):  # chosen schedules are in the first answer, others come later
+        before = page.evaluate("window.drawings")
+        page.evaluate(
+            "(options) => import('meshwright/state.js').then((s) => s.set('page.options.timeline', options))", settings
+        )
+        settled(page)
+        assert page.evaluate("window.drawings") - before == times, settings
+
+
 def test_the_timeline_zooms_and_pans_with_keys(server: str, open_page: Open) -> None:
     page = open_page(f"{server}/{fragment(view='timeline', **STATE)}")
     settled(page)

@@ -16,12 +16,16 @@ from meshwright.view.page.presets import presets
 from meshwright.view.page.registry import VIEWS
 
 REGISTERED = {"activation": list(ACTIVATIONS), "attention": list(ATTENTIONS)}
-# Fields of a model that decide its cost, in the order of the form.
-SHAPE = (
-    "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "activation", "vocab", "tied", "attention", "q_rank", "kv_rank", "rope_dim",
-    "nope_dim", "value_dim", "window", "full_every", "experts", "top_k", "expert_ffn", "shared_experts", "shared_ffn", "dense_layers",
-    "moe_every", "mtp_layers", "dropout", "max_positions",
-)  # fmt: skip
+# Fields of a model that decide its cost, in the order of the form, with their labels.
+SHAPE = {
+    "layers": "Layers", "hidden": "Hidden size", "heads": "Attention heads", "kv_heads": "KV heads", "head_dim": "Width of a head",
+    "ffn": "FFN width", "activation": "Activation", "vocab": "Vocabulary", "tied": "Embedding and head share weights", "attention": "Attention",
+    "q_rank": "Rank of latent queries", "kv_rank": "Rank of latent keys and values", "rope_dim": "Rotated width of a head",
+    "nope_dim": "Unrotated width of a head", "value_dim": "Width of a value", "window": "Attention window, tokens",
+    "full_every": "Full attention every n layers", "experts": "Experts", "top_k": "Experts per token", "expert_ffn": "FFN width of an expert",
+    "shared_experts": "Shared experts", "shared_ffn": "FFN width of shared experts", "dense_layers": "First layers without experts",
+    "moe_every": "Experts every n layers", "mtp_layers": "Multi-token prediction layers", "dropout": "Dropout", "max_positions": "Longest sequence",
+}  # fmt: skip
 
 
 @cache

@@ -31,10 +31,10 @@ def data(subject: Subject) -> Json:
         "pp": sorted({cell.pp for cell in cells}),
         "unit": subject.model.unit,
         "cells": [as_dict(cell, best, tokens, subject.model.unit) for cell in cells],
-        "mine": {"tp": subject.plan.tp, "pp": subject.plan.pp, "step_time_s": subject.estimate.prediction.step_time_s},
+        "mine": {"tp": subject.plan.tp, "pp": subject.plan.pp},
         "best": {"tp": best.tp, "pp": best.pp} if best else None,
         "reasons": sorted({label(cell) for cell in cells if not cell.fits}),
-        "note": note(best, cells),
+        "note": note(best, cells) + (" First plans; the search goes on." if subject.is_provisional else ""),
     }
 
 

@@ -7,15 +7,15 @@ from meshwright.view.page.subject import Subject
 
 
 def data(subject: Subject) -> Json:
-    """The plans that the search looked at closely, the front, the winner, and this plan."""
+    """The plans that the search looked at closely, the front, the winner, and this plan; all times are simulated."""
     e = subject.estimate
     mine = {
-        "step_time_s": e.prediction.step_time_s,
+        "step_time_s": e.walked.time,
         "memory_bytes": float(e.cost.peak_memory[0]),
         "title": e.plan.title(),
         "strategy": name_of(e.plan),
         "fits": e.prediction.fits,
-        "formula": f"this plan: {e.plan.title()}\n{format_seconds(e.prediction.step_time_s)}, {e.prediction.memory_gib:.1f} GiB",
+        "formula": f"this plan: {e.plan.title()}\n{format_seconds(e.walked.time)}, {e.prediction.memory_gib:.1f} GiB",
     }
     candidates, best = list[Candidate](), None
     if not subject.is_provisional and subject.shared.feasible:

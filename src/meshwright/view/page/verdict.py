@@ -98,6 +98,9 @@ def formulas(e: Estimate) -> dict[str, str]:
     if e.model.kind != "transformer":
         out["throughput"] = f"samples/s = batch / step\n= {w.batch:,} / {step} = {rate}"
     if pp > 1:
+        out["step"] += (
+            f", in closed form\nsimulated, as the timeline and the best plans show it: {format_seconds(e.walked.time)}"
+        )
         out["pipeline"] = (
             f"efficiency = 1 − bubble fraction, as simulated: {1 - e.bubble_fraction:.1%}\n"
             f"1F1B on equal stages: V·M / (V·M + P − 1) = {v * m} / {v * m + pp - 1} = {v * m / (v * m + pp - 1):.1%}"

@@ -77,14 +77,13 @@ function mark(now) {
   for (const { view, section } of shown) section.firstChild.id = view === now ? "title" : "";
 }
 
-function context(view, refreshing) {
+function context(view) {
   return {
     options: state.get().page.options[view.name] ?? {},
     setOptions: (options) => state.set(`page.options.${view.name}`, { ...state.get().page.options[view.name], ...options }),
     set: state.set,
     update: state.update,
     section: (name) => shown.find(({ view: one }) => one.name === name)?.section,
-    refreshing,
     live: source.live,
   };
 }
@@ -110,24 +109,24 @@ function outdate(node, stale) {
 function drawPanel(panel, again, height) {
   const { view, body } = panel, found = needs(view).map((name) => answers.get(name));
   const busy = found.some((a) => !a || !a.final || a.stale), failed = found.find((a) => a?.error);
-  const drawn = JSON.stringify([found.map((a) => a?.serial), state.get().page.options[view.name], busy]);
+  const drawn = JSON.stringify([found.map((a) => a?.serial), state.get().page.options[view.name]]);
   if (!again && panel.drawn === drawn) return busy;
   panel.drawn = drawn;
   if (failed) clear(body).append(refusal(failed.error));
   else if (found.some((a) => !a?.data)) {
     if (!body.firstChild) body.append(empty("Computing …"));
-  } else if (!found.some((a) => a.stale)) fill(panel, found, busy, height);
+  } else if (!found.some((a) => a.stale)) fill(panel, found, height);
   return busy;
 }
 
 /** Draw one view with its answers. */
-function fill({ view, body }, found, busy, height) {
+function fill({ view, body }, found, height) {
   const data = view.needs ? Object.fromEntries(view.needs.map((name, i) => [name, found[i].data])) : found[0].data;
   body.style.minHeight = `${height}px`; // the page does not jump while the view is drawn again
   keepFocus(body, () => {
     clear(body);
     try {
-      view.draw(body, data, context(view, busy));
+      view.draw(body, data, context(view));
       save.attach(body, view.name);
     } catch (error) {
       console.error(error);
@@ -150,9 +149,10 @@ async function refresh(answered = () => {}) {
   if (!names.length) return draw();
   const options = Object.fromEntries(names.filter((name) => now.page.options[name] && !isLocal(name)).map((name) => [name, now.page.options[name]]));
   const received = (name, answer) => {
-    const before = answers.get(name);
-    if (answer.final === false && before?.final && !before.stale) return; // computed elsewhere, and late
-    answers.set(name, { data: answer.data ?? null, final: answer.final !== false, error: answer.error ?? null, serial: serial++ });
+    const before = answers.get(name), { data = null, final = true, error = null } = answer;
+    if (!final && before?.final && !before.stale) return; // computed elsewhere, and late
+    const isSame = before?.data && !before.stale && JSON.stringify(data) === JSON.stringify(before.data); // not drawn again
+    answers.set(name, { data, final, error, serial: isSame ? before.serial : serial++ });
     schedule();
     if (waiting.delete(name) && !waiting.size) answered();
   };

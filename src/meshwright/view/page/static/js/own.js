@@ -8,9 +8,9 @@ import * as state from "meshwright/state.js";
 export function ownModel(catalog, shape, mendAfter, follow) {
   const table = () => (typeof state.get().model === "string" ? { extends: state.get().model, name: `own ${state.get().model}` } : state.get().model);
   const change = (key) => (value, fail) => mendAfter({ model: { ...table(), [key]: value?.value ?? value ?? catalog.fields.model[key].default } }, fail);
-  const fields = catalog.shape.map((key) => {
+  const fields = Object.entries(catalog.shape).map(([key, label]) => {
     const { about, values, default: usual } = catalog.fields.model[key], widget = values ? words : typeof usual === "boolean" ? check : entry;
-    return follow(widget(key.replace(/_/g, " "), about, change(key)), () => shape() && [...(values ? [ANY(values)] : []), shape()[key]]);
+    return follow(widget(label, about, change(key)), () => shape() && [...(values ? [ANY(values)] : []), shape()[key]]);
   });
   const name = follow(entry("Name", "", change("name"), { type: "text" }), () => shape() && [shape().name]);
   return h("div", { class: "fields" }, name, h("details", null, h("summary", null, "Own shape"), h("div", { class: "pair" }, fields)));

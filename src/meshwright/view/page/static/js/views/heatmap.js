@@ -11,7 +11,7 @@ export const view = {
   title: "Tensor × pipeline parallelism",
   sentence: "Throughput of the fastest plan with these degrees; all other fields are searched. Grey pairs have no plan, for the reason in the cell. Choose a cell to use its plan.",
   draw(element, data, context) {
-    const box = element.appendChild(panel("Fastest plan of each pair", context.refreshing ? `${data.note} First plans; the search goes on.` : data.note));
+    const box = element.appendChild(panel("Fastest plan of each pair", data.note));
     chart(box, data, context);
     if (data.reasons.length) box.append(sentence(`No plan: ${data.reasons.map((r) => REASONS[r] ?? r).join("; ")}.`));
   },

@@ -9,7 +9,7 @@ export const view = {
     const [best] = data.leaders, { mine, reasons, strategies } = data, onrow = context.live ? (row) => context.update({ plan: row.plan }) : null;
     const costed = `${format.whole(data.costed)} costed in ${format.seconds(data.seconds)}`, columns = h("div", { class: "columns" });
     element.append(stats(
-      stat("Step of the best plan", format.seconds(best.step_time_s), { detail: `MFU ${format.percent(best.mfu)}`, tone: "good" }),
+      stat("Step of the best plan", format.seconds(best.step_time_s), { detail: `simulated; MFU ${format.percent(best.mfu)}`, tone: "good" }),
       stat("Legal plans", format.whole(data.searched), { detail: data.provisional ? "common plans first; the complete search runs" : costed }),
       stat("Present plan", ...present(mine))));
     element.append(panel("Leaders", `Chosen: ${data.chosen_from}.${data.choice ? ` ${data.choice}` : ""}`, table([
@@ -30,5 +30,5 @@ export const view = {
 function present(mine) {
   if (!mine.legal) return ["not legal", { detail: mine.refused, tone: "bad" }];
   if (mine.slower < 5e-4) return ["is the best", { detail: format.seconds(mine.step_time_s), tone: "good" }];
-  return [format.change(mine.slower, 1), { detail: `${format.seconds(mine.step_time_s)} per step`, tone: mine.slower > 0.1 ? "warn" : "" }];
+  return [format.change(mine.slower, 1), { detail: `${format.seconds(mine.step_time_s)}, simulated`, tone: mine.slower > 0.1 ? "warn" : "" }];
 }
