@@ -116,3 +116,6 @@ def test_a_written_file_opens_from_disk_without_a_server(open_page: Open, tmp_pa
             settled(page)
             assert page.locator("#view .notice.error").count() == 0
     assert "meshwright web" in page.locator("#inputs").inner_text()
+    advice = page.locator("#view .panel", has_text="What to change first")
+    assert advice.locator("li").count() >= 1
+    assert advice.get_by_role("button").count() == 0

@@ -15,8 +15,8 @@ LIVE = "meshwright web"
 
 
 def document(subject: Subject, first: str = "", names: Iterable[str] = ()) -> str:
-    """The HTML of the named views (default: all that need no search, and `first`); `first` is shown when the file opens."""
-    names = list(names) or [name for name, entry in VIEWS.items() if entry.kind == CHEAP or name == first]
+    """The HTML of the named views (default: those of the overview, all that follow from the estimate, and `first`, which is shown first)."""
+    names = list(names) or [name for name, entry in VIEWS.items() if entry.kind == CHEAP or name in ("advice", first)]
     title = f"{subject.model.name} on {subject.plan.world:,} × {subject.cluster.accelerator.name}"
     return written({name: answer(subject, name) for name in names}, title, first, state(subject))
 

@@ -11,7 +11,7 @@ export const views = [
     needs: ["verdict", "memory", "waterfall"],
     draw(element, { verdict, memory, waterfall }, context) {
       const time = panel("Where the step’s time goes", null), room = panel("Memory per GPU, by stage", null);
-      element.append(h("div", { class: "overview" }, time, room, context.section("advice") ?? panel("What to change first", null, h("p", null, "The live page computes them."))), about(verdict));
+      element.append(h("div", { class: "overview" }, time, room, context.section("advice")), about(verdict));
       steps(time, waterfall);
       stages(room, memory, { most: 6 });
     },
@@ -22,7 +22,7 @@ export const views = [
 /** The changes that save most, then the findings of lint, each with a button that applies it. */
 function changes(element, advice, context) {
   const list = h("ul", { class: "advice" });
-  const apply = (set) => (Object.keys(set).length ? button("Apply", () => context.update(set), { class: "small" }) : null);
+  const apply = (set) => (context.live && Object.keys(set).length ? button("Apply", () => context.update(set), { class: "small" }) : null);
   const share = (seconds) => `${format.seconds(Math.abs(seconds))} (${format.percent(Math.abs(seconds) / advice.step_time_s)})`;
   const item = (head, words, button) => list.append(h("li", null, h("span", null, h("b", null, head), words), button));
   for (const c of advice.first) {
