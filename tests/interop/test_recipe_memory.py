@@ -16,6 +16,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.interop.assemble import switch_stack
 from meshwright.interop.frameworks import FRAMEWORKS
+from meshwright.interop.migrate import migrate
 from meshwright.interop.recipes import check
 from meshwright.interop.write import settings_of
 from meshwright.predict.estimate import lowered
@@ -247,3 +248,67 @@ def test_what_settings_fuse(framework: str, settings: dict[str, Any], parts: set
     reading = check({"id": "one", "framework": framework, "gpus": 8, "settings": settings}).reading
     assert reading is not None
     assert {"norm", "activation", "loss"} & set(reading.stack.fused) == parts
+
+
+def dropped(hidden: float | None, attention: float | None, **more: Any) -> Any:
+    """A GPT of 16 layers with a rate of each dropout, or none stated, as flags of Megatron-LM; on one GPU."""
+    flags = {
+        "num-layers": 16, "hidden-size": 2048, "num-attention-heads": 16, "max-position-embeddings": 2048, "seq-length": 2048, "vocab-size": 51200,
+        "micro-batch-size": 4, "global-batch-size": 64, "hidden-dropout": hidden, "attention-dropout": attention,
+    }  # fmt: skip
+    args = [str(word) for name, value in flags.items() if value is not None for word in (f"--{name}", value)]
+    row = {"id": "one", "framework": "Megatron-LM", "args": [*args, "--bf16"], "gpus": 1, "hardware": "H100", **more}
+    found = check(row)
+    assert found.reading is not None
+    assert found.memory_gib is not None
+    assert "not modelled" not in found.reading.understood.others
+    assert not found.findings
+    return found
+
+
+def test_a_mask_of_dropout_takes_a_byte_for_each_element() -> None:
+    """Korthikanti et al. 2022, section 4: a byte for each of the two masks of a layer, s·b·h elements each, and one of the embedding. Fused attention
+    keeps a seed instead of a mask."""
+    plain, hidden, attention = dropped(0, 0), dropped(0.1, 0), dropped(0, 0.1)
+    assert plain.memory_gib == attention.memory_gib == dropped(None, None).memory_gib
+    masks = (2 * 16 + 1) * 4 * 2048 * 2048 / 2**30
+    slack = 1 + plain.reading.stack.allocator_slack
+    assert hidden.memory_gib - plain.memory_gib == pytest.approx(masks * slack, rel=1e-6)
+    model = dropped(0.2, 0.1).reading.shape.model
+    assert (model.dropout, model.dropout_rate, model.attention_dropout) == (True, 0.2, 0.1)
+
+
+def test_stored_probabilities_have_a_mask_where_they_are_dropped() -> None:
+    """The same paper: a mask of a byte and dropped probabilities of two for each of a·s²·b scores."""
+
+    def saved(hidden: float, attention: float) -> float:
+        reading = dropped(hidden, attention).reading
+        stack = catalog.load("stacks", "megatron-lm").but(allocator_slack=0.0)
+        cluster = catalog.load("clusters", "dgx-h100").with_gpus(1)
+        _, _, program = lowered(Config(reading.shape.model, cluster, reading.plan, reading.workload, stack))
+        return element(program.ranks[0].kept, 0)
+
+    scores, masks = 16 * 16 * 2048**2 * 4, (2 * 16 + 1) * 4 * 2048 * 2048
+    assert saved(0.0, 0.1) - saved(0.0, 0.0) == pytest.approx(3 * scores)
+    assert saved(0.1, 0.0) - saved(0.0, 0.0) == pytest.approx(masks)
+    assert saved(0.1, 0.1) - saved(0.0, 0.0) == pytest.approx(3 * scores + masks)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_dropout_is_written_where_the_framework_has_it(rate: float) -> None:
+    reading = dropped(rate, rate).reading
+    config = Config(
+        reading.shape.model,
+        catalog.load("clusters", "dgx-h100").with_gpus(1),
+        reading.plan,
+        reading.workload,
+        reading.stack,
+    )
+    written = settings_of(config, FRAMEWORKS["megatron-lm"])
+    assert (written.back.facts["hidden_dropout"], written.back.facts["attention_dropout"]) == (rate, rate)
+    args = [word for name, value in written.settings.items() if value is not False for word in (name, str(value))]
+    moved = migrate(FRAMEWORKS["megatron-lm"], {}, args, FRAMEWORKS["deepspeed"], gpus=1)
+    lost = {key.key for key in moved.lost}
+    assert {"--hidden-dropout", "--attention-dropout"} & lost == (
+        {"--hidden-dropout", "--attention-dropout"} if rate else set()
+    )

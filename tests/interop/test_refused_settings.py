@@ -284,7 +284,6 @@ MEGATRON = (
         ),
         ("--fp8-format hybrid --transformer-impl local", "warning", "local transformer implementation"),
         ("--fp8-recipe delayed", "warning", "without --fp8-format"),
-        ("--hidden-dropout 0.1", "warning", "dropout is on"),
         (
             "--tensor-model-parallel-size 1 --sequence-parallel",
             "note",

@@ -224,7 +224,7 @@ def test_a_stack_hides_tensor_parallelism_only_where_it_can() -> None:
         ("axolotl", "fsdp_config.fsdp_limit_all_gathers", "not modelled"),
         ("axolotl", "learning_rate", "no effect"),
         ("megatron-lm", "--adam-beta1", "no effect"),
-        ("megatron-lm", "--attention-dropout", "not modelled"),
+        ("megatron-lm", "--cross-entropy-fusion-impl", "not modelled"),
         ("nanotron", "parallelism.tp_recompute_allgather", "not modelled"),
         ("torchtitan", "checkpoint.folder_path", "no effect"),
     ],

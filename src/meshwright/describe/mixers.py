@@ -119,7 +119,7 @@ def core_saved(m: ModelShape, core: AttentionCore, mixer: str) -> list[Saved]:
         Saved("logsumexp", "attention", core.heads, "tensor", 4, condition="flash"),
         Saved("attention-mask", "attention", m.hidden, "sequence", 1, condition="dropout"),
     ]
-    if m.dropout or m.attention_dropout:
+    if m.drops_probabilities:
         saved += [
             Saved("softmax-mask", "attention", 0, "tensor", 1, per_position=core.heads, condition="stored-softmax"),
             Saved("softmax-dropped", "attention", 0, "tensor", per_position=core.heads, condition="stored-softmax"),

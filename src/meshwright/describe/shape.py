@@ -258,6 +258,11 @@ class ModelShape(Described):
         return self.dropout_rate if self.embedding_dropout is None else self.embedding_dropout
 
     @property
+    def drops_probabilities(self) -> bool:
+        """Whether attention's probabilities are dropped: with the rest where no rate is stated."""
+        return self.attention_dropout > 0 or (self.dropout and not self.dropout_rate)
+
+    @property
     def rotated_width(self) -> int:
         """Elements of each head that rotary positions rotate."""
         return int(ATTENTIONS.part(self.attention, "rotated")(self))

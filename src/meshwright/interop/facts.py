@@ -134,6 +134,8 @@ FACTS: dict[str, str] = {
     "quantised": "bits of frozen weights",
     "quantised_storage": "dtype of the tensors that hold quantised weights",
     "double_quantised": "the scales of quantised weights are quantised",
+    "hidden_dropout": "share of what attention and the FFN add that is dropped",
+    "attention_dropout": "share of attention's probabilities that is dropped",
     # Experts
     "dispatcher": "how tokens reach their experts",
     "dispatcher_type": "kind of token dispatcher",
@@ -185,6 +187,8 @@ def fact_value(fact: str, value: Any) -> Any:
         return _whole(value, 1 if fact in NUMBERS else 0)
     if fact == "shard":
         return -1 if value == -1 else _whole(value, 1)
+    if fact in ("hidden_dropout", "attention_dropout"):
+        return float(value) if isinstance(value, int | float) and 0 <= value < 1 else None
     if fact in ("ffn_factor", "learning_rate", "model.rope_theta", "model.norm_epsilon"):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return float(value) if number and 0 < value < MOST else None

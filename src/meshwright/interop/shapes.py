@@ -161,6 +161,7 @@ def shape_of(facts: Facts, name: str, shape: Mapping[str, Any] | None = None, tr
         fields["layers"] = pattern_layers(given["pattern"])
     if given.get("mtp"):
         fields["mtp_layers"] = given["mtp"]
+    fields |= dropout_fields(facts)
     entry = _agreeing_entry(catalog_model(name), fields)
     hybrid = bool(given.get("pattern") or facts.get("state_space")) or (not entry and bool(HYBRID.search(name.lower())))
     if entry:
@@ -222,6 +223,14 @@ def same_shape(model: Model, other: Model, stated: set[str] = SIZES) -> bool:
     return all(getattr(model, name) == getattr(other, name) for name in SIZES & stated)
 
 
+def dropout_fields(facts: Facts) -> Facts:
+    """The dropout of a model. PyTorch's operator and Megatron's fused one keep the mask of what is added, a byte an element; fused attention keeps
+    a seed only."""
+    hidden, attention = facts.get("hidden_dropout"), facts.get("attention_dropout")
+    fields: Facts = {} if hidden is None else {"dropout": hidden > 0, "dropout_rate": hidden}
+    return fields if attention is None else fields | {"attention_dropout": attention}
+
+
 SHAPE_FACTS = ("pattern", "ffn_multiple", "ffn_factor", "moe_layout", "mtp", "encoder_layers")
 
 
@@ -231,7 +240,7 @@ def _table_facts(shape: Mapping[str, Any]) -> Facts:
 
 def _of_catalog(entry: str, fields: Facts, facts: Facts) -> ShapeKeys:
     model: Model = catalog.load("models", entry)
-    changeable = ("layers", "vocab_multiple", "mtp_layers")
+    changeable = ("layers", "vocab_multiple", "mtp_layers", "dropout", "dropout_rate", "attention_dropout")
     changes = {k: v for k, v in fields.items() if k in changeable and getattr(model, k) != v}
     if "layers" in changes:
         changes["dense_layers"] = min(model.dense_layers, changes["layers"])

@@ -184,7 +184,7 @@ class LayerLowering(BlockBuilder):
         scores = b.tokens * heads * positions * self.element
         product = (b.microbatch * heads, seq / b.cp, seq, float(core.qk))
         fused = "softmax" in self.fused
-        drops = m.dropout or m.attention_dropout > 0
+        drops = m.drops_probabilities
         passes = (2 if fused else 8) + (2.5 if drops else 0)
         wide = self.wide
         self.phases["F"].append(Op("scores", "attention", "gemm", 1.0, flops / 2, size / 2 + scores, product, wide))
