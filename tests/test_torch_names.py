@@ -20,7 +20,6 @@ DISPATCH = "torch.utils._python_dispatch.TorchDispatchMode"  # torch's documenta
 PRIVATE = {
     "fp8 products": (["models/wide_products.py"], ["torch._scaled_mm"]),
     "the gradient of a chunked loss": (["models/loss.py"], ["torch._foreach_mul_"]),
-    "norms of gradients in one kernel": (["training/optimizer/norm.py"], ["torch._foreach_norm"]),
     "ZeRO gathers in fp8": (
         ["parallel/data/fp8_gather.py"],
         ["torch._foreach_copy_", "torch.distributed.tensor.DTensor.__torch_dispatch__"],

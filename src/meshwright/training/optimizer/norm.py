@@ -26,7 +26,7 @@ from torch import Tensor
 
 from meshwright.describe.optimizer import Optimizer
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.numerics.precision import LossScale, at_least_single
+from meshwright.parallel.numerics.precision import LossScale, at_least_single, narrow
 from meshwright.parallel.pieces import Piece
 from meshwright.training.optimizer.make import FusedAdamW
 
@@ -37,9 +37,10 @@ def counted_squares(pieces: list[Piece]) -> Tensor:
     counted = [view for p in trained for box, view in p.views(p.gradient) if box.first_copy and view.numel()]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=pieces[0].local.device if pieces else None)
-    kinds = {g.dtype: [other for other in counted if other.dtype == g.dtype] for g in counted}
-    norms = [torch.stack(torch._foreach_norm(same, 2.0, at_least_single(dtype))) for dtype, same in kinds.items()]
-    return torch.cat([norm.to(torch.float64) for norm in norms]).square().sum()
+    if any(narrow(g.dtype) for g in counted):  # one kernel for all of them took 1.3 ms longer for 1.5e9 numbers
+        norms = torch.stack([torch.linalg.vector_norm(g, dtype=at_least_single(g.dtype)) for g in counted])
+        return norms.to(torch.float64).square().sum()
+    return torch.nn.utils.get_total_norm(counted).to(torch.float64) ** 2
 
 
 def clip(pieces: list[Piece], norm: Tensor, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> None:
