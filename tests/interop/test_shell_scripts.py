@@ -6,6 +6,7 @@ import random
 import shlex
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from meshwright.interop.reading import raise_first
 from meshwright.interop.shell import syntax
 from meshwright.interop.shell.commands import Shell
 from meshwright.interop.shell.open_values import closed
+from meshwright.interop.shell.scripts import text_beside
 
 MODEL = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --max-position-embeddings 4096"
 # ruff: noqa: E501
@@ -51,7 +53,7 @@ SNIPPETS = {
 def bash_words(text: str, tmp_path: Path) -> list[list[str]]:
     """The words of every start of `run` by bash, without arguments and in an empty environment."""
     log, program = tmp_path / "log", tmp_path / "bin" / "run"
-    program.parent.mkdir()
+    program.parent.mkdir(exist_ok=True)
     program.write_text(
         f'#!/bin/bash\n{{ for word in "$@"; do printf "%s\\0" "$word"; done; printf "\\1"; }} >> {log}\n'
     )
@@ -251,6 +253,64 @@ def test_sourced_files_are_named(tmp_path: Path) -> None:
     text = f"source ./env.sh\n. ~/venv/bin/activate\n. $HOME/model.sh\npython pretrain_gpt.py {MODEL}\n"
     reading = read_settings(script(tmp_path, text))
     assert reading.understood.others["not read"] == ["./env.sh", "$HOME/model.sh"]
+
+
+COMMON = 'TP=2\nARGS=(--num-layers 32)\nlaunch() { run --tp $TP --pp $1 "${ARGS[@]}"; }\nrun sourced $# ${1:-none}\n'
+SOURCES = {
+    "by name": 'TP=1\nsource common.sh\nlaunch 4\nrun $TP',
+    "by a dot, with arguments": ". ./common.sh a b\nrun $#; launch 1",
+    "from a folder, which sources another": "source conf/more.sh\nrun $MORE $TP",
+    "where the script lies": 'source "$(dirname "$0")/common.sh"; launch 1\nHERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)\n. "$HERE/conf/more.sh"; run $MORE',
+    "in a function and in a subshell": "load() { . ./common.sh; }\n(load; launch 2)\nrun x$TP\nload; run y$TP",
+    "itself": 'N=$((${N:-0} + 1)); [ $N -lt 3 ] && source script.sh\nrun $N',
+}  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("name", SOURCES)
+def test_sourced_files_are_read_as_bash_reads_them(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "common.sh").write_text(COMMON)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "more.sh").write_text("MORE=3\n. ./common.sh\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "dirname").symlink_to(shutil.which("dirname") or "/usr/bin/dirname")
+    (tmp_path / "script.sh").write_text(SOURCES[name])
+    shell = Shell(beside=partial(text_beside, tmp_path))
+    shell.run(syntax.parse(SOURCES[name]))
+    found = [[closed(word) for word in each.words[1:]] for each in shell.started if each.words[0] == "run"]
+    assert sorted(found) == sorted(bash_words(SOURCES[name], tmp_path))
+    assert not shell.sourced
+
+
+def test_files_outside_the_folder_of_a_script_are_not_sourced(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    for outside in (tmp_path / "env.sh", tmp_path / "other.sh"):
+        outside.write_text("TP=4\n")
+    (folder / "link.sh").symlink_to(tmp_path / "env.sh")
+    (folder / "env.sh").write_text("TP=2\n")
+    names = [
+        "../env.sh",
+        str(tmp_path / "env.sh"),
+        "link.sh",
+        "none.sh",
+        "~/env.sh",
+        "x" * 5000,
+        "$X/env.sh",
+        ".",
+        "$(dirname $0)/../env.sh",
+    ]
+    text = "".join(f"source {name}\n" for name in names)
+    command = f"python pretrain_gpt.py {MODEL} --tensor-model-parallel-size ${{TP:-1}}\n"
+    reading = read_settings(script(folder, text + command))
+    assert reading.plan.tp == 1
+    assert reading.understood.others["not read"] == names
+    read = read_settings(script(folder, "source env.sh\n" + command))
+    assert read.plan.tp == 2
+    assert "env.sh: beside the script, which sources it" in read.assembled.assumed
+    elsewhere = read_settings(folder / "train.sh", text="source env.sh\n" + command)
+    assert elsewhere.plan.tp == 1  # a text from elsewhere has no files beside it
 
 
 def test_a_file_of_hosts_is_named(tmp_path: Path) -> None:

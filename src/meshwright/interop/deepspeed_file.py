@@ -16,7 +16,7 @@ from meshwright.describe.files import read_text
 from meshwright.errors import MeshwrightError
 from meshwright.interop.keys import Settings, flags, flattened, is_open, plain
 from meshwright.interop.shell.open_values import CLOSE, OPEN, as_written
-from meshwright.interop.shell.scripts import Script
+from meshwright.interop.shell.scripts import Script, file_beside
 
 NAMES = ("--deepspeed_config", "--deepspeed-config")
 BATCHES = {"train_batch_size": "--global-batch-size", "train_micro_batch_size_per_gpu": "--micro-batch-size"}
@@ -56,7 +56,5 @@ def json_file(name: str, script: Script, folder: Path | None) -> object:
     if written is not None:
         text = OPEN_NUMBER.sub(lambda found: found[1] + json.dumps(found[2]), written)
         return json.loads(as_written(text))
-    if folder is None:
-        return None
-    place = next((each for each in (folder / name, folder / Path(name).name) if each.is_file()), None)
-    return None if place is None or Path(name).is_absolute() else json.loads(read_text(place))
+    place = file_beside(folder, name) or (None if Path(name).is_absolute() else file_beside(folder, Path(name).name))
+    return None if place is None else json.loads(read_text(place))

@@ -96,7 +96,7 @@ def parse(path: str | Path, text: str | None = None) -> Parsed:
         for prefix in WRAPPERS:
             found = {name.removeprefix(prefix): value for name, value in found.items()}
         return Parsed(found, [])
-    script = script_of(text, path)
+    script = script_of(text, path, folder)
     return Parsed(script.settings | deepspeed_settings(script, folder), script.args, script)
 
 
@@ -212,10 +212,11 @@ def script_flags(text: str) -> list[str]:
     return script_of(text).args
 
 
-def script_of(text: str, path: object = "the script") -> Script:
-    """The training command of a shell script or of a file of arguments."""
+def script_of(text: str, path: object = "the script", folder: Path | None = None) -> Script:
+    """The training command of a shell script or of a file of arguments; `folder` is where the script lies."""
+    keys_of = lambda settings, args: max(known_keys_of(dict(settings), args).values())  # noqa: E731
     try:
-        return read_script(text, lambda settings, args: max(known_keys_of(dict(settings), args).values()), os.environ)
+        return read_script(text, keys_of, os.environ, folder)
     except RecursionError:
         raise MeshwrightError("MW-SET-010", f"'{path}' is nested too deeply to be read") from None
 

@@ -1,7 +1,8 @@
 """What a shell script would start: its commands with all variables replaced, found without running anything.
 
-The script is evaluated as bash would run it without arguments and in an empty environment. Assignments, arrays, `${X:-default}`, `$((…))`,
-`if`, `case`, loops and functions are followed. Programs are never started: a command that a value or a condition needs leaves it open.
+The script is evaluated as bash would run it in its folder, without arguments and in an empty environment. Assignments, arrays, `${X:-default}`,
+`$((…))`, `if`, `case`, loops, functions and files that it sources from its folder are followed. Programs are never started: a command that a
+value or a condition needs leaves it open.
 
 - An open value stays in the words as it is written: `--seq-length $SEQ`. The caller says so; it is never an empty value or a flag without one.
 - An open condition counts as false, and the commands that depend on it are named in `skipped`.
@@ -9,14 +10,14 @@ The script is evaluated as bash would run it without arguments and in an empty e
 
 import fnmatch
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.interop.shell import syntax
 from meshwright.interop.shell.arithmetic import arithmetic
 from meshwright.interop.shell.conditions import Condition
 from meshwright.interop.shell.expansion import ASSIGNMENT, Expansion
-from meshwright.interop.shell.open_values import as_written, closed, open_value
+from meshwright.interop.shell.open_values import CLOSE, OPEN, as_written, closed, open_value
 
 MOST_COMMANDS, MOST_TURNS, DEEPEST = 5_000, 200, 25
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
@@ -24,6 +25,9 @@ SUCCEED = (
     "echo", "printf", "true", ":", "cd", "set", "shift", "exit", "return", "trap", "wait", "sleep", "mkdir", "ulimit", "module", "source", ".",
 )  # fmt: skip
 SHELLS = ("bash", "sh", "zsh")
+BELOW_SCRIPT = re.compile(
+    f"{OPEN}[^{CLOSE}]*(?:dirname|BASH_SOURCE)[^{CLOSE}]*{CLOSE}/(.+)"
+)  # "$(dirname "$0")/common.sh"
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,9 @@ class Shell(Expansion):
     functions: dict[str, syntax.Node] = field(default_factory=dict)
     started: list[Started] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    beside: Callable[[str], str | None] = lambda name: None  # the text of a file in the script's folder
     sourced: dict[str, None] = field(default_factory=dict)  # files that are not read, in order
+    included: dict[str, None] = field(default_factory=dict)  # those that are read
     files: dict[str, str] = field(default_factory=dict)  # that the script writes itself, as in `cat <<EOF > FILE`
     printed: list[str] | None = None  # by commands, where a $(…) collects it; None: nothing collects
     is_open: bool = False  # a program prints too, or a condition is open
@@ -179,7 +185,7 @@ class Shell(Expansion):
         elif document is not None and ((name == "cat" and node.output) or (name == "tee" and words[1:])):
             self.files[self.text(node.output) if name == "cat" else words[-1]] = document
         elif name in ("source", ".") and words[1:] and words[1].rpartition("/")[2] != "activate":
-            self.sourced[as_written(words[1])] = None
+            self.source(words[1], words[2:])
         elif name in ("echo", "printf") and self.printed is not None:
             self.printed.append(" ".join(word for word in words[1:] if word not in ("-n", "-e")))
         elif name == "cat" and len(words) == 1 and document is not None and self.printed is not None:
@@ -199,6 +205,16 @@ class Shell(Expansion):
                 inside.nested(document)
             return None
         return True
+
+    def source(self, name: str, arguments: list[str]) -> None:
+        """Run the commands of a file that lies beside the script; others are named."""
+        below = BELOW_SCRIPT.fullmatch(name)
+        text = self.beside(below[1] if below else name) if self.depth < DEEPEST else None
+        (self.sourced if text is None else self.included)[as_written(name)] = None
+        if text is not None:
+            inside = replace(self, arguments=arguments or self.arguments, depth=self.depth + 1)
+            inside.run(syntax.parse(text))
+            self.is_open = self.is_open or inside.is_open
 
     def launch(self, prefix: list[str], inside: "Shell", text: str) -> None:
         """Run the commands of `srun … bash -c "…"`, each behind the words of the launcher."""

@@ -11,7 +11,11 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 
+from meshwright.describe.files import read_text
+from meshwright.errors import MeshwrightError
 from meshwright.interop.shell import syntax
 from meshwright.interop.shell.commands import Shell
 from meshwright.interop.shell.expansion import Value
@@ -78,23 +82,55 @@ class Script:
 
 
 def read_script(
-    text: str, keys_of: Callable[[dict[str, str], list[str]], int], environment: Mapping[str, str] | None = None
+    text: str,
+    keys_of: Callable[[dict[str, str], list[str]], int],
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
 ) -> Script:
     """The training command of a script. `keys_of` counts the keys of a framework in settings and flags. `environment` gives the variables that
-    the script leaves open in this command, as `TP=8 bash train.sh` does."""
+    the script leaves open in this command, as `TP=8 bash train.sh` does. `folder`: that of the script, from which it may source files."""
     directives = [word for row in DIRECTIVE.findall(text) for word in row.split("#")[0].split()]
     given = launcher_options(directives)
-    out = training_command(text, keys_of, given, {})
+    beside = partial(text_beside, folder)
+    out = training_command(text, keys_of, given, {}, beside)
     words = [*out.args, *out.settings.values(), *out.launched.values(), *out.files.values()]
     asked = {name for word in words for name in OPEN_NAME.findall(word)}
     used = {name: value for name, value in (environment or {}).items() if name in asked and NUMBER.fullmatch(value)}
-    return replace(training_command(text, keys_of, given, used), environment=used) if used else out
+    return replace(training_command(text, keys_of, given, used, beside), environment=used) if used else out
+
+
+def file_beside(folder: Path | None, name: str) -> Path | None:
+    """The file of a relative name in a folder or below it; None for others, such as one above it, or behind a link that leads out."""
+    if folder is None:
+        return None
+    try:
+        place = (folder / name).resolve()
+        return (
+            place
+            if place.is_file() and place.is_relative_to(folder.resolve()) and not Path(name).is_absolute()
+            else None
+        )
+    except (OSError, ValueError):  # a name that no file can have
+        return None
+
+
+def text_beside(folder: Path | None, name: str) -> str | None:
+    """The text of a file beside a script; None where there is none that can be read."""
+    place = file_beside(folder, name)
+    try:
+        return None if place is None else read_text(place)
+    except MeshwrightError:
+        return None
 
 
 def training_command(
-    text: str, keys_of: Callable[[dict[str, str], list[str]], int], given: dict[str, str], environment: dict[str, str]
+    text: str,
+    keys_of: Callable[[dict[str, str], list[str]], int],
+    given: dict[str, str],
+    environment: dict[str, str],
+    beside: Callable[[str], str | None],
 ) -> Script:
-    shell = Shell(variables={**slurm_variables(given), **environment})
+    shell = Shell(variables={**slurm_variables(given), **environment}, beside=beside)
     shell.run(syntax.parse(text))
     best, most = Script(), LEAST_KEYS - 1
     for each in shell.started:
@@ -105,6 +141,7 @@ def training_command(
         words = [word for each in shell.started for word in (*each.words, "--")] + list(flag_words(shell.variables))
         best = command_of(words, given)
     best.skipped, best.sourced = shell.skipped, [*shell.sourced, *best.sourced]
+    best.assumed += [f"{name}: beside the script, which sources it" for name in shell.included]
     named = set(map(os.path.normpath, best.args))
     files = {os.path.normpath(as_written(name)): text for name, text in shell.files.items()}
     best.files = {name: text for name, text in files.items() if name in named}
