@@ -16,7 +16,9 @@ import ranks
 import watched_training
 from meshwright.check.exchange import BEHIND, NoteExchange
 from meshwright.check.fingerprint import bits_hash
+from meshwright.check.invariants import Judge
 from meshwright.check.live import LiveWatch
+from meshwright.errors import MeshwrightError
 
 SCRIPT = watched_training.__file__
 
@@ -145,6 +147,12 @@ def test_a_script_is_watched_without_a_change(tmp_path: Path, stop: bool, code: 
     assert done.stderr.count("MW-WATCH-005: step 1: data-parallel ranks read the same samples: ranks 0, 1.") == 1
     assert "Usual causes: a sampler" in done.stderr
     assert ("trained" in done.stdout) is not stop
+
+
+def test_a_code_that_does_not_exist_is_an_error() -> None:
+    assert "MW-WATCH-005" not in {invariant.code for invariant in Judge(["MW-WATCH-005"]).invariants}
+    with pytest.raises(MeshwrightError, match=r"'MW-WATCH-05'.*Valid: MW-WATCH-001, "):
+        Judge(["MW-WATCH-05"])
 
 
 def test_a_script_without_training_is_an_error(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The command line: exit codes, one format of errors, behaviour in a pipe."""
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import types
 from pathlib import Path
 
 import pytest
+import typer
 
 from meshwright import __version__
 from meshwright.cli import COMMANDS, LEADING, main, overview
@@ -51,6 +53,24 @@ def test_every_command_exists_and_explains_itself(capsys, name) -> None:
     code, out, _ = run(capsys, name, "--help")
     assert code == 0
     assert f"meshwright {name}" in out
+
+
+def parameters(command, path):
+    for name, subcommand in getattr(command, "commands", {}).items():
+        yield from parameters(subcommand, f"{path} {name}")
+    for parameter in command.params:
+        yield path, parameter
+
+
+def test_every_option_has_a_help_text() -> None:
+    for name in COMMANDS:
+        command = importlib.import_module(f"meshwright.cli.{name}").command
+        if not isinstance(command, typer.Typer):
+            app = typer.Typer()
+            app.command(name)(command)
+            command = app
+        for path, parameter in parameters(typer.main.get_command(command), name):
+            assert parameter.help, (path, parameter.name)
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,10 @@ class Judge:
     """Judges the notes of checked steps; each invariant is reported once."""
 
     def __init__(self, without: Sequence[str] = ()) -> None:
+        codes = [i.code for i in INVARIANTS]
+        for code in without:
+            if code not in codes:
+                raise MeshwrightError("MW-CLI-005", f"no invariant has the code '{code}'", valid=codes)
         self.invariants = [i for i in INVARIANTS if i.code not in without]
         self.violations: list[Violation] = []
         self.seen: set[str] = set()

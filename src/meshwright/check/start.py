@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from meshwright.check.folder import LIMIT, read_json
+from meshwright.check.invariants import Judge
 from meshwright.check.names import read_table
 from meshwright.errors import MeshwrightError
 from meshwright.units import counted, format_bytes
@@ -92,6 +93,7 @@ def watch(
 ) -> int:
     """Run a command whose ranks are watched; its exit code, or 1 if it was to stop at a violation and there is one."""
     check_command(words, "watch")
+    Judge(without)  # raises at a code that does not exist
     file = out / "watch.json"
     file.unlink(missing_ok=True)
     settings = {"out": str(out.resolve()), "every": every, "stop": stop, "without": list(without)}
