@@ -7,6 +7,7 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.describe.config import load
+from meshwright.interop.files import configure
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLAN = str(EXAMPLES / "llama3-70b-64xh100.toml")
@@ -54,6 +55,15 @@ def test_show_toml_has_the_same_values(capsys, tmp_path) -> None:
     file = tmp_path / "shown.toml"
     file.write_text(run(capsys, "show", PLAN, "--toml", "--set", "plan.microbatch=2")[1])
     assert load(file) == load(PLAN, ["plan.microbatch=2"])
+
+
+def test_settings_of_a_framework_become_a_plan_file(capsys, tmp_path) -> None:
+    settings, file = str(EXAMPLES / "settings" / "torchtitan-llama3-70b.toml"), tmp_path / "plan.toml"
+    words = ("--cluster", "dgx-h100", "--gpus", "64")
+    file.write_text(run(capsys, "show", settings, *words, "--toml")[1])
+    config = configure(settings, "dgx-h100", gpus=64)
+    assert load(file).to_toml() == config.to_toml()
+    assert "plan." not in run(capsys, "diff", settings, str(file), *words)[1]
 
 
 def test_show_checks_the_plan(capsys) -> None:

@@ -92,7 +92,10 @@ def test_settings_without_a_shape_ask_for_the_model(capsys, tmp_path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_batch_size": 16, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
     _, text = run(capsys, "estimate", str(path), "--cluster", "dgx-h100", "--gpus", "8", "--json")
-    assert json.loads(text)["error"]["code"] == "MW-SET-013"
+    error = json.loads(text)["error"]
+    assert error["code"] == "MW-SET-013"
+    assert f"meshwright estimate MODEL --plan {path}" in error["fix"]
+    assert "--set model.layers=N" in error["fix"]
     found = document(capsys, "estimate", "llama3-8b", "--plan", str(path), "--cluster", "dgx-h100", "--gpus", "8")
     assert found["plan"]["zero"] == 2
 

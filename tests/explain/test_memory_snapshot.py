@@ -187,9 +187,11 @@ def test_explain_knows_a_snapshot_by_its_content(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "activations" in shown
     assert "model.py:9" in shown
-    plan = Path(__file__).parents[2] / "examples" / "llama3-70b-64xh100.toml"
-    run_command("explain", [str(tmp_path / "snapshot.pickle"), "--plan", str(plan)])
-    assert "predicted" in capsys.readouterr().out
+    examples = Path(__file__).parents[2] / "examples"
+    for plan in ("llama3-70b-64xh100.toml", "settings/torchtitan-llama3-70b.toml"):
+        words = ["--plan", str(examples / plan), "--cluster", "dgx-h100"]
+        run_command("explain", [str(tmp_path / "snapshot.pickle"), *words])
+        assert "predicted" in capsys.readouterr().out
     assert not is_snapshot(tmp_path / "none")
 
 

@@ -161,6 +161,9 @@ def test_a_trace_of_another_program_is_refused(explanation, plan, tmp_path):
         calibrate_from_trace(explanation, slow.but(cluster=slow.cluster.but(accelerator=weak)))
     with pytest.raises(MeshwrightError, match="MW-CALIB-008"):
         run_command("calibrate", ["--from-trace", str(TRACE)])
+    settings = Path(__file__).parents[2] / "examples" / "settings" / "torchtitan-llama3-70b.toml"
+    with pytest.raises(MeshwrightError, match=r"MW-CALIB-008.*and the plan 4"):
+        run_command("calibrate", ["--from-trace", str(TRACE), "--plan", str(settings), "--cluster", "dgx-h100"])
     with pytest.raises(MeshwrightError, match="MW-CLI-003"):
         run_command("calibrate", ["--plan", str(plan), "bench.json"])
 

@@ -119,11 +119,11 @@ def adjusted_stack(from_run: list[str], tokens_per_s: list[str], memory: list[st
 
 def traced_stack(from_trace: list[str], plan: str, cluster: str, stack: str, name: str) -> Fitted:
     """Adjust a stack and links to the profiler traces of one run."""
-    from meshwright.describe.config import configure
     from meshwright.describe.run_folder import is_run, present_plan
     from meshwright.explain.calibration import calibrate_from_trace
     from meshwright.explain.explanation import explain_traces
     from meshwright.explain.folder import read_traces
+    from meshwright.interop.files import configure
 
     paths = [Path(path) for path in from_trace]
     if not plan and not is_run(paths[0]):

@@ -3,8 +3,9 @@
 from typing import Unpack
 
 from meshwright.cli.options import Overrides, command_group, described
-from meshwright.describe.config import CLASSES, configure, diff
+from meshwright.describe.config import CLASSES, diff
 from meshwright.errors import unknown
+from meshwright.interop.files import configure
 from meshwright.view import config as view
 from meshwright.view.tables import present, show_json
 

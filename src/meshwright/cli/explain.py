@@ -8,10 +8,10 @@ from rich.console import Group
 
 from meshwright.cli.options import described
 from meshwright.cli.output import patient, writable
-from meshwright.describe.config import configure
 from meshwright.describe.files import write_text
 from meshwright.describe.result import Prediction
 from meshwright.errors import MeshwrightError
+from meshwright.interop.files import configure
 from meshwright.predict.prediction import predict
 from meshwright.view.tables import present
 

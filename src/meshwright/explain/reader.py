@@ -227,9 +227,8 @@ def read_trace(path: Path, most_events: int = MOST_EVENTS) -> RankTrace:
     except OSError as error:
         raise MeshwrightError("MW-EXPL-001", f"cannot read '{path}'", why=error.strerror or str(error)) from error
     if not found or not len(columns):
-        raise MeshwrightError(
-            "MW-EXPL-002", f"'{path}' is not a profiler trace", **_without_events(path, others, notes)
-        )
+        why, fix = _without_events(path, others, notes)
+        raise MeshwrightError("MW-EXPL-002", f"'{path}' is not a profiler trace", why=why, fix=fix)
     if set(columns.columns["category"]) == {OTHER}:
         raise MeshwrightError(
             "MW-EXPL-002",
@@ -242,19 +241,19 @@ def read_trace(path: Path, most_events: int = MOST_EVENTS) -> RankTrace:
     return _trace(path, columns, about, notes)
 
 
-def _without_events(path: Path, keys: set[str], notes: list[str]) -> dict[str, str]:
+def _without_events(path: Path, keys: set[str], notes: list[str]) -> tuple[str, str]:
     """Why a file has no events, and what to do: by its first bytes, and the keys of the document."""
     with path.open("rb") as file:
         head = file.read(1)
     if not head:
-        return {"why": "The file is empty", "fix": "a program that ended while it wrote a trace must write it again"}
+        return "The file is empty", "a program that ended while it wrote a trace must write it again"
     if head == b"\x80" or {"version", "entries"} <= keys:
-        return {"why": "It is a pickle, or a flight record", "fix": f"meshwright explain --flight {path.parent}"}
+        return "It is a pickle, or a flight record", f"meshwright explain --flight {path.parent}"
     if keys.intersection(ABOUT):
         why = "The profiler recorded no step: a schedule drops its active steps when its next cycle begins"
-        return {"why": why, "fix": "export it in on_trace_ready=lambda p: p.export_chrome_trace(FILE)"}
+        return why, "export it in on_trace_ready=lambda p: p.export_chrome_trace(FILE)"
     why = notes[0] if notes else "It has no list traceEvents with timed events"
-    return {"why": why, "fix": "export it with torch.profiler's export_chrome_trace"}
+    return why, "export it with torch.profiler's export_chrome_trace"
 
 
 @contextmanager

@@ -350,12 +350,13 @@ def model_part(reading: SettingsReading, source: object, overrides: Sequence[str
     given = {word.partition("=")[0].strip() for word in overrides}
     missing = [f"model.{name}" for name in shape.missing if f"model.{name}" not in given]
     if missing:
-        named = "the model as MODEL or --model, a catalog name or a config.json"
+        sizes = " ".join(f"--set {name}=N" for name in missing)
+        named = f"meshwright estimate MODEL --plan {source}, or lint {source} --model MODEL"
         raise MeshwrightError(
             "MW-SET-013",
             f"'{source}' does not give the shape of its model: {', '.join(missing)}",
             why=f"{reading.facts.get('model') or 'The model'} is not in the catalog, and the settings do not state all of its shape",
-            fix=named if len(missing) > 2 else " ".join(f"--set {name}=N" for name in missing) + f", or {named}",
+            fix=f"{sizes}, or with a catalog name or a config.json as MODEL: {named}",
         )
     entry, adapter = shape.source.removeprefix("catalog "), shape.model.adapter
     if not (shape.source.startswith("catalog ") and shape.model.name == entry and not shape.changed):
