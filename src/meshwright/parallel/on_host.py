@@ -6,7 +6,7 @@ from torch import Tensor
 
 class OnHost:
     def __init__(self, numbers: Tensor) -> None:
-        self.copied, self.done = numbers.to("cpu", non_blocking=True), None
+        self.copied, self.done = numbers.to("cpu", non_blocking=numbers.is_cuda), None
         if numbers.is_cuda:
             self.done = torch.cuda.Event()
             self.done.record()
