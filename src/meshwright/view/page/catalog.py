@@ -19,8 +19,8 @@ REGISTERED = {"activation": list(ACTIVATIONS), "attention": list(ATTENTIONS)}
 # Fields of a model that decide its cost, in the order of the form, with their labels.
 SHAPE = {
     "layers": "Layers", "hidden": "Hidden size", "heads": "Attention heads", "kv_heads": "KV heads", "head_dim": "Width of a head",
-    "ffn": "FFN width", "activation": "Activation", "vocab": "Vocabulary", "tied": "Embedding and head share weights", "attention": "Attention",
-    "q_rank": "Rank of latent queries", "kv_rank": "Rank of latent keys and values", "rope_dim": "Rotated width of a head",
+    "ffn": "FFN width", "activation": "Activation", "vocab": "Vocabulary", "tied": "Tied embeddings", "attention": "Attention",
+    "q_rank": "Rank of latent queries", "kv_rank": "Rank of latent KV", "rope_dim": "Rotated width of a head",
     "nope_dim": "Unrotated width of a head", "value_dim": "Width of a value", "window": "Attention window, tokens",
     "full_every": "Full attention every n layers", "experts": "Experts", "top_k": "Experts per token", "expert_ffn": "FFN width of an expert",
     "shared_experts": "Shared experts", "shared_ffn": "FFN width of shared experts", "dense_layers": "First layers without experts",
