@@ -19,7 +19,7 @@ EXPERTS = {
     "balance_bias": True,
 }
 BF16 = {"param_dtype": "bf16", "master": True}
-PLANS = ((MODEL, {**BF16, "pp": 2, "shard": 128, "zero": 1}),)
+PLANS = ((MODEL, {**BF16, "pp": 2, "shard": 128, "zero": 1}), (EXPERTS, {**BF16, "ep": 4, "replicate": 4}))
 MORE_PLANS = (
     (EXPERTS, {"tp": 2, "sp": True, "expert_tp": 2, "ep": 2, "replicate": 4}),
     (MODEL, {"shard": 64, "zero": 3, "recompute": "full"}),
@@ -27,7 +27,6 @@ MORE_PLANS = (
     (MODEL, {"replicate": 8}),
     (MODEL, {"cp": 2, "replicate": 2, "shard": 2, "zero": 3}),
     (MODEL, {**BF16, "pp": 2, "tp": 2, "sp": True, "shard": 2, "zero": 1}),
-    (EXPERTS, {**BF16, "ep": 4, "replicate": 4}),
     (EXPERTS, {"replicate": 2, "pp": 2}),
 )
 
@@ -48,6 +47,7 @@ def steps(context, plans):
 def test_a_step_of_every_kind_of_plan_runs_without_memory():
     texts = ranks.run(1, steps, PLANS)[0]
     assert "2 ranks, one of each pipeline stage, of 256 in" in texts[0]
+    assert "one step of rank 0 of 4 in" in texts[1]
 
 
 @pytest.mark.slow

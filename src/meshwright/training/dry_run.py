@@ -75,10 +75,15 @@ def rows_by_expert(dispatch: ExpertDispatch, device: torch.device) -> Tensor:
     return torch.arange(int(dispatch.incoming.sum()), device=device)
 
 
+def rows_by_rank(dispatch: ExpertDispatch, outgoing: Any) -> list[list[int]]:
+    return [numbers.sum(1).tolist() for numbers in (outgoing, *dispatch.incoming)]
+
+
 BALANCED = (
     lambda routing, experts: Counts.balanced(len(routing.token_R), experts),
     lambda row, shape: np.broadcast_to(row, shape).view(Counts),
     (ExpertDispatch, "_by_expert", rows_by_expert),
+    (ExpertDispatch, "_rows_by_rank", rows_by_rank),
 )
 
 

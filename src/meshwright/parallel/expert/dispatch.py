@@ -164,16 +164,33 @@ def all_to_all(rows: Tensor, group: ProcessGroup, outgoing: list[int], incoming:
     return _Wait.apply(_Start.apply(rows, transfer), transfer)
 
 
+class _Permute(torch.autograd.Function):
+    """rows[order], where `inverse` undoes the order: both directions look rows up. The backward of an index would sort the indices and add."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return gradient[inverse], None, None
+
+
 class ExpertDispatch:
-    """Copies of one layer's tokens, sorted by expert, sent to the ranks of their experts and back."""
+    """Copies of one layer's tokens, sorted by expert, sent to the ranks of their experts and back. The host reads all numbers of rows at once."""
 
     def __init__(self, copies_RH: Tensor, counts_E: Tensor, placement: ParallelPlacement) -> None:
         self.placement = placement
         outgoing = counts_E.view(placement.ep_size, -1)
         self.incoming = placement.exchange_counts(outgoing)  # [expert_tp, ep, local experts] of every expert_tp rank
-        out, into = outgoing.sum(1).tolist(), self.incoming[placement.etp_index].sum(1).tolist()
+        sent, *arriving = self._rows_by_rank(outgoing)
+        out, into = sent, arriving[placement.etp_index]
         own = placement.mesh.index("ep")
-        rows = Routed(sum(out), sum(into), int(self.incoming.sum()), int(self.incoming.sum((1, 2)).max()))
+        self.arriving = [sum(share) for share in arriving]  # rows of every expert_tp rank
+        rows = Routed(sum(out), sum(into), sum(self.arriving), max(self.arriving))
         placement.count(rows, (rows.sent - out[own] + rows.received - into[own]) / 2)
         self.rows = copies_RH
         self.transfers = None
@@ -183,34 +200,43 @@ class ExpertDispatch:
             if not placement.overlap:
                 self.rows = _Wait.apply(self.rows, self.transfers[0])
 
+    def _rows_by_rank(self, outgoing: Tensor) -> list[list[int]]:
+        """The rows that go to each rank, and those that come from each, to every rank of expert_tp."""
+        numbers: list[list[int]] = torch.cat((outgoing[None], self.incoming)).sum(2).tolist()
+        return numbers
+
     def receive(self) -> tuple[Tensor, Tensor]:
         rows, placement = self.rows, self.placement
         if self.transfers is not None and placement.overlap:
             rows = _Wait.apply(rows, self.transfers[0])
         self.received = len(rows)
         if placement.etp is not None:  # an all-gather needs equal shares: padded to the fullest rank's
-            fullest = int(self.incoming.sum((1, 2)).max())
-            rows = torch.cat((rows, rows.new_zeros(fullest - len(rows), rows.shape[1])))
+            rows = torch.cat((rows, rows.new_zeros(max(self.arriving) - len(rows), rows.shape[1])))
             rows = exchange.gather_in(rows, placement.etp, 0)
         self.total = len(rows)
         self.order = self._by_expert(rows.device)
-        return rows[self.order], self.incoming.sum((0, 1))
+        if placement.etp is not None:
+            return rows[self.order], self.incoming.sum((0, 1))
+        self.place = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(self.total, device=rows.device))
+        return _Permute.apply(rows, self.order, self.place), self.incoming.sum((0, 1))
 
     def _by_expert(self, device: torch.device) -> Tensor:
         """The indices of the first expert's rows, then of the second's, …: rows arrive by rank, then by expert."""
         ranks, sources, experts = self.incoming.shape
-        expert = torch.arange(experts, device=device).repeat(sources)
+        expert = torch.arange(experts, dtype=torch.int16, device=device).repeat(sources)
         share = self.total // ranks
         indices, kinds = [], []
-        for i, counts in enumerate(self.incoming):
-            kinds.append(expert.repeat_interleave(counts.flatten().to(device)))
-            indices.append(torch.arange(len(kinds[-1]), device=device) + i * share)
+        for i, (counts, rows) in enumerate(zip(self.incoming, self.arriving, strict=True)):
+            kinds.append(expert.repeat_interleave(counts.flatten().to(device), output_size=rows))
+            indices.append(torch.arange(rows, device=device) + i * share)
         return torch.cat(indices)[torch.cat(kinds).argsort(stable=True)]
 
     def combine(self, outputs: Tensor) -> Tensor:
-        # Its backward needs the order only; that of `index_copy` would keep the outputs too.
-        rows = outputs.new_zeros(self.total, outputs.shape[1]).index_put((self.order,), outputs)
-        if self.placement.etp is not None:
+        if self.placement.etp is None:
+            rows = _Permute.apply(outputs, self.place, self.order)
+        else:
+            # Its backward needs the order only; that of `index_copy` would keep the outputs too.
+            rows = outputs.new_zeros(self.total, outputs.shape[1]).index_put((self.order,), outputs)
             rows = exchange.scatter_out(rows, self.placement.etp, 0)[: self.received]
         if self.transfers is not None:
             rows = _Wait.apply(_Start.apply(rows, self.transfers[1]), self.transfers[1])
