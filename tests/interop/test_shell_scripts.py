@@ -313,6 +313,16 @@ def test_files_outside_the_folder_of_a_script_are_not_sourced(tmp_path: Path) ->
     assert elsewhere.plan.tp == 1  # a text from elsewhere has no files beside it
 
 
+def test_a_script_that_states_no_dropout_has_that_of_its_framework(tmp_path: Path) -> None:
+    """Megatron-LM's training/arguments.py: --hidden-dropout and --attention-dropout are 0.1 unless they are set."""
+    text = f"python pretrain_gpt.py {MODEL} --vocab-size 32000 --seq-length 2048 --attention-dropout 0\n"
+    reading = read_settings(script(tmp_path, text))
+    model = reading.shape.model
+    assert (model.dropout, model.dropout_rate, model.attention_dropout) == (True, 0.1, 0)
+    assert "hidden dropout: 0.1, the default of Megatron-LM" in reading.assembled.assumed
+    assert not [each for each in reading.assembled.assumed if each.startswith("attention dropout")]
+
+
 def test_a_file_of_hosts_is_named(tmp_path: Path) -> None:
     text = f"deepspeed --hostfile hosts.txt --num_gpus 8 pretrain_gpt.py {MODEL}\n"
     assert read_settings(script(tmp_path, text)).understood.others["not read"] == ["hosts.txt"]

@@ -365,6 +365,7 @@ class Framework:
     defers_reduction: bool = False
     launcher_shards: bool = False  # ZeRO or FSDP may be set in a file of the launcher, apart from the settings
     vocab_of_tokenizer: bool = False  # settings need not state the size of the vocabulary
+    dropout: float = 0.0  # what a script that states no dropout drops
     on_gpus: bool = True  # False: most recipes are for TPUs
     usual_cluster: str = ""  # entry of the catalog with the GPUs on which the framework's own recipes are run
     comment: str = ""  # the first line of a written file

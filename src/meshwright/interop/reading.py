@@ -19,7 +19,7 @@ from meshwright.interop.keys import Facts, Framework, SettingsProblem, Understoo
 from meshwright.interop.rules import check_rules
 from meshwright.interop.rules_megatron import MEGATRON_RULES
 from meshwright.interop.rules_torch import TORCH_RULES
-from meshwright.interop.shapes import ShapeKeys, catalog_model, shape_of
+from meshwright.interop.shapes import DROPOUTS, ShapeKeys, catalog_model, shape_of
 from meshwright.interop.shell.scripts import Script
 from meshwright.interop.stages import stages
 
@@ -248,6 +248,8 @@ def understand(
     merged = merged_settings(framework, settings, args)
     understood = read_facts(framework.table, merged)
     facts = understood.facts
+    unstated = [fact for fact in DROPOUTS if framework.dropout and script.args and fact not in facts]
+    facts |= dict.fromkeys(unstated, framework.dropout)
     for kind, texts in (("left open", script.left_open), ("left out", script.skipped), ("not read", script.sourced)):
         for text in texts:
             understood.note(kind, text)
@@ -257,6 +259,9 @@ def understand(
     found = shape_of(facts, _better_name(name, model), shape, framework.trains_mtp)
     assembled = assemble(facts, framework, gpus or script.gpus, found.layers, found.experts)
     assembled.assumed += script.notes(bool(gpus))
+    assembled.assumed += [
+        f"{fact.replace('_', ' ')}: {framework.dropout:g}, the default of {framework.title}" for fact in unstated
+    ]
     if found.complete and "layers_per_stage" not in assembled.plan:
         stages = framework_stages(found.model, catalog.load("stacks", assembled.stack_name), assembled.plan["pp"])
         assembled.plan |= {"layers_per_stage": stages} if stages else {}

@@ -223,10 +223,13 @@ def same_shape(model: Model, other: Model, stated: set[str] = SIZES) -> bool:
     return all(getattr(model, name) == getattr(other, name) for name in SIZES & stated)
 
 
+DROPOUTS = ("hidden_dropout", "attention_dropout")
+
+
 def dropout_fields(facts: Facts) -> Facts:
     """The dropout of a model. PyTorch's operator and Megatron's fused one keep the mask of what is added, a byte an element; fused attention keeps
     a seed only."""
-    hidden, attention = facts.get("hidden_dropout"), facts.get("attention_dropout")
+    hidden, attention = map(facts.get, DROPOUTS)
     fields: Facts = {} if hidden is None else {"dropout": hidden > 0, "dropout_rate": hidden}
     return fields if attention is None else fields | {"attention_dropout": attention}
 
