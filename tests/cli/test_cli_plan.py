@@ -253,3 +253,11 @@ def test_a_compared_file_is_read_for_the_gpus_of_the_question():
     assert user_plan.for_gpus(128).world == user_plan.reading.gpus == 128
     assert not [line for line in user_plan.reading.assembled.assumed if line.startswith("GPUs")]
     assert view.show(25e6, "bucket") == "25 MB"
+
+
+def test_more_costed_plans_than_legal_ones_are_explained(capsys):
+    words = ["plan", "nano", "--gpus", "2", "--cluster", "laptop", "--batch", "8", "--seq", "64"]
+    shown = re.sub(r"[│\s]+", " ", run(capsys, *words))
+    legal, costed = (int(re.search(rf"(\d+) {word}", shown)[1]) for word in ("legal plans", "costed"))
+    assert costed > legal
+    assert f"{costed} costed, some of them with offload, compression or unequal stages" in shown

@@ -72,7 +72,8 @@ def header(r: Result) -> Panel:
 
 def searched(r: Result) -> str:
     """Return the number of candidates, the number that was costed, and the time of the search."""
-    how = f"{r.found.costed:,} costed, all others proved slower or too large, in {format_seconds(r.seconds)}"
+    others = ", some of them with offload, compression or unequal stages" if r.found.costed > r.searched else ""
+    how = f"{r.found.costed:,} costed{others}, all others proved slower or too large, in {format_seconds(r.seconds)}"
     return f"{r.chosen_from}; {how}"
 
 
