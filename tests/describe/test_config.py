@@ -473,3 +473,23 @@ def test_the_schema_has_every_field() -> None:
 def test_the_cluster_examples_load(path):
     config = configure("llama3-8b", path)
     assert config.cluster.accelerator.efficiency.measured
+
+
+@pytest.mark.parametrize(("section", "name"), [("model", "nano"), ("cluster", "laptop"), ("stack", "megatron-core")])
+def test_a_section_with_only_the_name_of_an_entry_is_refused(tmp_path, section, name):
+    """It would be shown under that name and have other values."""
+    names = {"model": "nano", "cluster": "laptop", "stack": "default"}
+    lines = [f'{key} = "{value}"' for key, value in names.items() if key != section]
+    file = tmp_path / "plan.toml"
+    file.write_text("\n".join([*lines, f"[{section}]", f'name = "{name}"']))
+    with pytest.raises(MeshwrightError, match=rf'MW-CONF-002.*Fix: {section} = "{name}"'):
+        load(file)
+    file.write_text("\n".join([*lines, f"[{section}]", f'extends = "{name}"']))
+    assert getattr(load(file), section).name == name
+
+
+@pytest.mark.parametrize("stack", catalog.names("stacks"))
+def test_a_written_stack_is_read_again(tmp_path, stack):
+    config = configure("nano", "laptop", stack=stack)
+    (tmp_path / "plan.toml").write_text(config.to_toml())
+    assert load(tmp_path / "plan.toml").stack == config.stack
