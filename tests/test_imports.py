@@ -92,7 +92,7 @@ PARALLEL = (
     ("numerics", "context"),
     ("pieces",),
     ("mesh", "exchange", "saved_tensors"),
-    ("operators",),
+    ("operators", "on_host"),
 )
 PARALLEL_HEIGHT = {part: -depth for depth, parts in enumerate(PARALLEL) for part in parts}
 
