@@ -47,6 +47,16 @@ def subjects():
     return made
 
 
+def parts_of(found, kind):
+    """The parts of one kind of a view."""
+    return [part for part in found["parts"] if part["kind"] == kind]
+
+
+def numbers(found):
+    """The values of the numbers of a view by their names."""
+    return {one["name"]: one["value"] for part in parts_of(found, "stats") for one in part["stats"]}
+
+
 EVERY = [(name, plan) for name in VIEWS for plan in PLANS]
 SEARCHED = [(name, plan) for name, plan in EVERY if VIEWS[name].kind == SEARCH and plan in ("moe", "pipeline")]
 
@@ -96,19 +106,27 @@ def test_the_load_of_experts_changes_what_estimate_says(subjects):
         model=config.model.but(router=config.model.router.but(capacity=1.25)),
     )
     found = VIEWS["experts"].data(Subject(skewed))
-    for row in found["rows"]:
-        alone = estimate(skewed.but(workload=skewed.workload.but(imbalance=row["imbalance"]))).prediction
-        assert row["step_time_s"] == pytest.approx(alone.step_time_s, rel=1e-9)
-        assert row["memory_gib"] == pytest.approx(alone.memory_gib, rel=1e-9)
-    (now,) = [row for row in found["rows"] if row["now"]]
-    assert now["imbalance"] == 2.0
-    assert 0 < now["dropped_share"] < 0.5
-    assert f"drops {now['dropped_share']:.1%} of the token copies" in " ".join(estimate(skewed).prediction.assumed)
-    experts, ranks = len(found["loads"]), config.plan.ep
-    assert skewed.model.router.but(capacity=0.0).busiest(1.0, found["loads"], ranks) == pytest.approx(2.0)
-    measured = [*range(1, experts + 1)]
-    loads = VIEWS["experts"].data(Subject(config.but(workload=config.workload.but(loads=tuple(measured)))))["loads"]
+    (table,) = parts_of(found, "table")
+    for row in table["rows"]:
+        imbalance, seconds, gib, _ = row["cells"]
+        assert row["use"] == {"workload.imbalance": imbalance, "workload.loads": None}
+        alone = estimate(skewed.but(workload=skewed.workload.but(imbalance=imbalance))).prediction
+        assert (seconds, gib) == (pytest.approx(alone.step_time_s, rel=1e-9), pytest.approx(alone.memory_gib, rel=1e-9))
+    ((imbalance, _, _, dropped),) = [row["cells"] for row in table["rows"] if row["chosen"]]
+    assert imbalance == 2.0
+    assert 0 < dropped < 0.5
+    assert f"drops {dropped:.1%} of the token copies" in " ".join(estimate(skewed).prediction.assumed)
+    loads, ranks = drawn_loads(found), config.plan.ep
+    assert skewed.model.router.but(capacity=0.0).busiest(1.0, loads, ranks) == pytest.approx(2.0)
+    measured = [*range(1, len(loads) + 1)]
+    loads = drawn_loads(VIEWS["experts"].data(Subject(config.but(workload=config.workload.but(loads=tuple(measured))))))
     assert loads == pytest.approx([load / np.mean(measured) for load in reversed(measured)])
+
+
+def drawn_loads(found):
+    """The loads of the staircase, whose last step is drawn to the edge."""
+    (curves,) = parts_of(found, "curves")
+    return [load for _, load in curves["series"][0]["points"]][:-1]
 
 
 def test_timeline_is_what_simulate_prints(subjects):
@@ -174,8 +192,8 @@ def test_search_views_show_what_plan_prints(subjects):
     assert min(times.values()) == printed["fastest"]["step_time_s"]
     assert (found["best"]["tp"], found["best"]["pp"]) == min(times, key=lambda pair: times[pair])
     pareto = VIEWS["pareto"].data(subject)
-    fit = [(p["step_time_s"], p["memory_bytes"] / 2**30) for p in [*pareto["points"], pareto["mine"]] if p["fits"]]
-    front = [(p["step_time_s"], p["memory_bytes"] / 2**30) for p in pareto["front"]]
+    fit = [(p["step_time_s"], p["gib"]) for p in [*pareto["points"], pareto["mine"]] if p["fits"]]
+    front = [(p["step_time_s"], p["gib"]) for p in pareto["front"]]
     assert front == sorted({p for p in fit if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in fit)})[::-1]
     for p in printed["front"]:  # each of the command's front is there, or something better is
         assert any(time <= p["step_time_s"] and memory <= p["memory_gib"] for time, memory in front)
@@ -183,19 +201,22 @@ def test_search_views_show_what_plan_prints(subjects):
 
 
 def test_fields_that_differ_are_shown_as_the_command_shows_them(subjects):
-    fields = {f["field"]: f for f in VIEWS["leaders"].data(subjects["dense"].provisional())["mine"]["fields"]}
-    assert (fields["sp"]["mine"], fields["sp"]["best"]) == ("yes", "no")
+    found = VIEWS["leaders"].data(subjects["dense"].provisional())
+    (fields,) = [part for part in parts_of(found, "table") if ["yours", "plain"] in part["columns"]]
+    assert ["sp", "yes", "no"] in [row["cells"] for row in fields["rows"]]
     assert show(25e6, "bucket") == "25 MB"
 
 
 def test_only_the_complete_leaders_are_explained(subjects):
     """The first answer has the plans alone, and few of them, so that it comes sooner."""
     first, complete = (VIEWS["leaders"].data(s) for s in (subjects["dense"].provisional(), subjects["dense"]))
-    assert 1 <= len(first["leaders"]) <= FIRST_LEADERS < len(complete["leaders"])
-    assert first["mine"]["legal"]
-    assert (first["reasons"], first["strategies"]) == ([], [])
-    assert complete["reasons"]
-    assert complete["strategies"]
+    few, many = (parts_of(found, "table")[0]["rows"] for found in (first, complete))
+    assert 1 <= len(few) <= FIRST_LEADERS < len(many)
+    assert numbers(first)["Present plan"] != "not legal"
+    explained = {"Why the winner leads", "Why not another strategy"}
+    assert not explained & {part["title"] for part in parts_of(first, "panel")}
+    assert explained <= {part["title"] for part in parts_of(complete, "panel")}
+    assert many[0]["use"] == {"plan": complete["plan"]}
 
 
 @pytest.mark.parametrize("name", [name for name, view in VIEWS.items() if view.kind == SEARCH])
@@ -225,15 +246,15 @@ def test_every_cell_of_the_map_has_a_plan_or_a_reason(subjects):
 def test_sensitivity_of_the_winner_is_what_plan_prints(subjects):
     subject = subjects["dense"]
     winner = Subject(subject.result.config)
-    rows = VIEWS["sensitivity"].data(winner.provisional())["rows"]
-    for row, printed in zip(rows, subject.result.as_dict()["explanation"]["sensitivities"], strict=True):
-        assert row["what"] == printed["what"]
-        for way in (
-            "less",
-            "more",
-        ):  # the search simulates long pipelines at two lengths: times differ in the fourth digit
-            assert (row[way] is None) == (printed[way] is None)
-            assert row[way] is None or row[way] == pytest.approx(printed[way], abs=2e-3)
+    (bars,) = parts_of(VIEWS["sensitivity"].data(winner.provisional()), "bars")
+    printed = subject.result.as_dict()["explanation"]["sensitivities"]
+    assert [row["label"] for row in bars["rows"]] == [name for row in printed for name in (row["what"], "")]
+    for bar, value in zip(bars["rows"], [row[way] for row in printed for way in ("less", "more")], strict=True):
+        assert (value is None) == (not bar["parts"])
+        for piece in bar[
+            "parts"
+        ]:  # the search simulates long pipelines at two lengths: times differ in the fourth digit
+            assert bar["start"] + piece["value"] * (bar["start"] == 0) == pytest.approx(value, abs=2e-3)
 
 
 def test_scaling_and_batch_contain_the_estimate(subjects):
@@ -244,9 +265,12 @@ def test_scaling_and_batch_contain_the_estimate(subjects):
         for rows in (scaling["strong"], scaling["weak"]):
             (here,) = [row for row in rows if row["gpus"] == subject.plan.world]
             assert here["step_time_s"] == p.step_time_s
-        (here,) = [row for row in batch["rows"] if row["batch"] == 32]
-        assert here["mfu"] == p.mfu
-        assert batch["critical"] == subject.estimate.as_dict()["critical_batch"]
+        (curves,) = parts_of(batch, "curves")
+        assert (
+            [mfu for size, mfu, _ in curves["series"][0]["points"] if size == 32] == [p.mfu] == [numbers(batch)["MFU"]]
+        )
+        critical = numbers(batch)["Critical batch"]
+        assert (None if critical == "none" else critical) == subject.estimate.as_dict()["critical_batch"]
 
 
 def test_scaling_names_where_the_network_takes_over():
@@ -263,12 +287,11 @@ def test_goodput_is_what_plan_prints(subjects):
     found = VIEWS["goodput"].data(subject.with_options(options))
     result = mw.plan(subject.config, **options)
     printed = result.as_dict()["goodput"]
-    assert (found["goodput"], found["daly_s"], found["young_s"]) == (
-        printed["goodput"],
-        printed["save_every_s"],
-        printed["young_s"],
-    )
-    assert max(share for share in (row["goodput"] for row in found["curve"])) <= found["goodput"] * (1 + 1e-3)
+    assert (numbers(found)["Goodput"], numbers(found)["Save every"]) == (printed["goodput"], printed["save_every_s"])
+    (curves,) = parts_of(found, "curves")
+    line, _, young = curves["series"]
+    assert young["points"][0][:2] == [printed["young_s"], printed["goodput"]]
+    assert max(share for _, share in line["points"]) <= printed["goodput"] * (1 + 1e-3)
 
 
 def test_collectives_are_what_show_prints(subjects, capsys):
@@ -291,9 +314,13 @@ def test_strategies_are_what_show_prints(subjects):
     from meshwright.view.show.strategies import data
 
     found = VIEWS["strategies"].data(subjects["moe"])
-    assert [{k: v for k, v in row.items() if k != "used"} for row in found["rows"]] == data()
-    used = {row["name"] for row in found["rows"] if row["used"]}
-    assert used == {"ZeRO-1", "tensor parallel", "+ sequence parallel", "expert parallel"}
+    sent, used = (part["rows"] for part in parts_of(found, "table"))
+    shown = [
+        [cell.removesuffix(" ✓") for cell in (*a["cells"], *b["cells"][1:])] for a, b in zip(sent, used, strict=True)
+    ]
+    assert shown == [[*row.values()] for row in data()]
+    marked = {row["cells"][0] for row in used if row["chosen"]}
+    assert marked == {f"{name} ✓" for name in ("ZeRO-1", "tensor parallel", "+ sequence parallel", "expert parallel")}
 
 
 def test_groups_of_the_grid_are_those_of_the_layout(subjects):
@@ -318,14 +345,14 @@ def test_zero_corrects_the_figure_of_seven_billion_parameters(subjects):
 def test_published_runs_are_those_of_validate_headline(subjects):
     found = VIEWS["published"].data(subjects["dense"])
     outcomes = predict_rows(read(str(files("meshwright.calibrate.runs").joinpath("headline.csv"))))
-    assert {run["run"]: run["ratio"] - 1 for run in found["runs"]} == pytest.approx(
-        {o.case.row_id: o.error for o in outcomes}
-    )
-    likes, gpu = [run["like"] for run in found["runs"]], found["accelerator"]
-    assert likes == sorted(likes, key=["model and GPU", "GPU", "model", ""].index)
-    assert all((run["accelerator"] == gpu) == ("GPU" in run["like"]) for run in found["runs"])
+    (table,) = parts_of(found, "table")
+    cells = [[cell[0] if isinstance(cell, list) else cell for cell in row["cells"]] for row in table["rows"]]
+    assert {one[0]: one[7] for one in cells} == pytest.approx({o.case.row_id: o.error for o in outcomes})
+    likes, gpu = [one[1] for one in cells], subjects["dense"].cluster.accelerator.name
+    assert likes == sorted(likes, key=["model and GPU", "GPU", "model", "–"].index)
+    assert all((one[3] == gpu) == ("GPU" in one[1]) for one in cells)
     assert "GPU" in likes
-    assert found["plan"]["step_time_s"] == subjects["dense"].estimate.prediction.step_time_s
+    assert numbers(found)["This plan"].endswith("tokens/s per GPU")
 
 
 FREE = [
@@ -374,9 +401,11 @@ def test_the_verdict_names_the_largest_avoidable_part(subjects):
 
 
 def test_what_to_change_first_names_what_follows(subjects):
-    for change in advice.data(subjects["dense"])["first"]:
-        chosen = change["title"].split(" and ")
-        follows = [part for part in change["follows"].split(", ") if part]
+    changes = [item for item in advice.data(subjects["dense"])["items"] if " = " in item["head"]]
+    assert changes
+    for change in changes:
+        chosen = change["head"].split(" and ")
+        follows = [part for part in change["words"].partition(":")[0].removeprefix(", with ").split(", ") if part]
         assert len(change["set"]) == len(chosen) + len(follows)
 
 
@@ -402,7 +431,7 @@ def test_a_preset_has_all_sections_so_that_nothing_of_the_page_stays() -> None:
 
 def test_the_preset_of_a_published_run_is_predicted_as_the_table_of_published_runs() -> None:
     states = {one["title"].rpartition(": ")[2]: one["state"] for one in presets() if one["group"] == "Published runs"}
-    table = {run["run"]: run["predicted_s"] for run in published.all_runs()}
+    table = {o.case.row_id: o.prediction.step_time_s for o in published.all_runs()}
     assert states.keys() == table.keys()
     for name, state in states.items():
         assert estimate(Config.from_document(state)).prediction.step_time_s == pytest.approx(table[name], rel=1e-4), (

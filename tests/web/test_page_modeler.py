@@ -36,12 +36,19 @@ def test_the_modeler_has_the_published_numbers_and_the_corrected_ones(subject: S
 
 def test_parts_sum_to_the_step_and_to_the_peak(subject: Subject) -> None:
     step, room = waterfall.data(subject), memory.data(subject)
-    assert sum(p["s"] for p in step["parts"]) == pytest.approx(subject.estimate.prediction.step_time_s)
+    *bars, whole = step["bars"]["rows"]
+    assert sum(bar["parts"][0]["value"] for bar in bars) == pytest.approx(subject.estimate.prediction.step_time_s)
+    assert bars[-1]["start"] + bars[-1]["parts"][0]["value"] == pytest.approx(whole["parts"][0]["value"])
     for stage in room["stages"]:
         assert sum(p["gib"] for p in stage["parts"]) == pytest.approx(stage["total_gib"])
-    assert max(gib for _, gib in room["timeline"]["points"]) == pytest.approx(room["activations_gib"])
-    rows = {row["name"]: row["step_time_s"] for row in overlap.data(subject)["rows"]}
-    assert rows["no overlap"] >= rows["this plan"] >= rows["double buffering"]
+    (curves,) = [part for part in room["parts"] if part["kind"] == "curves"]
+    assert max(y for _, y in curves["series"][1]["points"]) == pytest.approx(
+        room["stages"][room["fullest"]]["total_gib"]
+    )
+    ways, axes = [part["rows"] for part in overlap.data(subject)["parts"] if part["kind"] == "bars"]
+    longest = {row["label"]: sum(piece["value"] for piece in row["parts"]) for row in ways}
+    assert longest["no overlap"] >= longest["this plan"] >= longest["double buffering"]
+    assert [len(row["parts"]) for row in axes] == [2] * len(axes)
 
 
 def test_the_modeler_shows_both_values_and_applies_its_advice(server: str, open_page: Open) -> None:

@@ -325,8 +325,11 @@ def test_a_preset_leaves_nothing_of_what_the_page_showed_before(server: str, ope
     page.get_by_label("Start from").select_option(label="Mixtral 8x7B on 128: mixtral-8x7b")
     shows(page, "on 128 × h100")
     state = page.evaluate("import('meshwright/state.js').then((m) => m.config())")
-    run = next(run for run in published.all_runs() if run["run"] == "mixtral-8x7b")
-    assert estimate(Config.from_document(state)).prediction.step_time_s == pytest.approx(run["predicted_s"], rel=1e-4)
+    run = next(run for run in published.all_runs() if run.case.row_id == "mixtral-8x7b")
+    assert run.prediction
+    assert estimate(Config.from_document(state)).prediction.step_time_s == pytest.approx(
+        run.prediction.step_time_s, rel=1e-4
+    )
 
 
 def test_a_value_that_the_framework_does_not_run_says_so(server: str, open_page: Open) -> None:

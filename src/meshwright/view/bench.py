@@ -171,15 +171,16 @@ def skipped(texts: Sequence[str], most: int = 6) -> RenderableType:
 
 def html(bench: Bench) -> str:
     """A chart of time and one of bus bandwidth by message size for each operation, with quartiles and fitted lines, and the device."""
-    parts = []
+    parts: list[Part] = []
     series = by_series(point for point in bench.points if point.bytes)
     for name in dict.fromkeys(points[0].operation for points in series.values()):
         chosen = [points for points in series.values() if points[0].operation == name][:MOST_SERIES]
         for what, unit in (("time", "s"), ("bus bandwidth", "rate")):
             drawn = [curve(points, bench, what) for points in chosen]
-            parts.append(chart(f"{name}: {what}", "", ("message size", "bytes"), (what, unit), drawn))
+            x, y = {"log": 2, "label": "message size", "unit": "bytes"}, {"log": 10, "label": what, "unit": unit}
+            parts += chart(f"{name}: {what}", x, y, drawn)
     if bench.device:
-        parts.append(grid(device_table(bench.device)))
+        parts += grid(device_table(bench.device))
     devices = ", ".join(dict.fromkeys(info.device for info in bench.ranks))
     libraries = ", ".join(f"{name} {version}" for name, version in bench.libraries.items())
     state = "; ".join([f"interrupted: {bench.why}"] * (bench.state == "interrupted") + bench.load())
@@ -200,7 +201,8 @@ def curve(points: list[Point], bench: Bench, what: str) -> Part:
     for p in points:
         words = f"{format_bytes(p.bytes)}: {format_seconds(p.median_s)} ({format_seconds(p.low_s)} to {format_seconds(p.high_s)})"
         rates = f"algbw {format_rate(p.algorithm_bandwidth)}, busbw {format_rate(p.bus_bandwidth)}"
-        marks.append([p.bytes, *(value(p.bytes, s) for s in (p.median_s, p.low_s, p.high_s)), f"{words}\n{rates}"])
+        middle, low, high = (value(p.bytes, s) for s in (p.median_s, p.low_s, p.high_s))
+        marks.append([p.bytes, middle, f"{words}\n{rates}", {"low": low, "high": high}])
     out: Part = {"name": series_name(first, bench), "points": marks}
     if line:
         sizes = np.geomspace(points[0].bytes, points[-1].bytes, 40).tolist()

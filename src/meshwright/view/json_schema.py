@@ -8,6 +8,7 @@ unknown ones are allowed. A shape of `SHAPES` reads like the output that it desc
     {"a": …}     an object with these keys     {"*": …}     an object whose values have this shape
     {"a?": …}    a key that may be missing     {"?": …}     this shape, or null           "any"
     {"...": "prediction", "a": …}              the keys of a prediction, then these
+    {"|": {"a": …, "b": …}}                    one of these objects, which says in `kind` which one
 """
 
 from typing import Any
@@ -223,6 +224,8 @@ def schema_of(shape: Any, closed: bool = False) -> Json:
             return {"enum": list(shape)}
         case [item, *least]:
             return {"type": "array", "items": schema_of(item, closed), **({"minItems": least[0]} if least else {})}
+        case {"|": kinds}:
+            return {"anyOf": [schema_of({"kind": (kind,)} | shape, closed) for kind, shape in kinds.items()]}
         case {"*": values}:
             return {"type": "object", "additionalProperties": schema_of(values, closed)}
         case {"?": inner}:

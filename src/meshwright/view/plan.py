@@ -188,6 +188,12 @@ def comparison(r: Result, c: PlanComparison, name: str) -> RenderableType:
     """Compare the user's plan with the best plan: fields, step time, memory, and the parts of the difference."""
     if c.user is None:
         return Panel(Text(c.refused, "red"), title=f"{name} is not legal here", title_align="left", border_style="red")
+    return Group(compared(c, name), Text(verdict(c, r.headroom), "bold"))
+
+
+def compared(c: PlanComparison, name: str) -> Table:
+    """The fields in which a legal plan differs from the winner, and the main numbers of both."""
+    assert c.user is not None
     user, best = c.user.prediction, c.best.prediction
     fields = [(field, *(show(value, field) for value in pair)) for field, pair in c.fields.items()]
     table = titled(f"{name} versus the winner", ("", ">yours", ">winner"), fields)
@@ -195,7 +201,7 @@ def comparison(r: Result, c: PlanComparison, name: str) -> RenderableType:
     table.add_row("step", format_seconds(user.step_time_s, 4), format_seconds(best.step_time_s, 4))
     table.add_row("MFU", f"{100 * (user.mfu or 0):.1f}%", f"{100 * (best.mfu or 0):.1f}%")
     table.add_row("memory, GiB", Text(f"{user.memory_gib:.1f}", "" if user.fits else "red"), f"{best.memory_gib:.1f}")
-    return Group(table, Text(verdict(c, r.headroom), "bold"))
+    return table
 
 
 def verdict(c: PlanComparison, headroom: float) -> str:

@@ -4,6 +4,7 @@ With `--html`, and for dropped files, the view `traced`: a strip per rank with t
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -16,9 +17,10 @@ from meshwright.explain.beside import TraceBesidePlan
 from meshwright.explain.explanation import TraceExplanation
 from meshwright.explain.intervals import Intervals
 from meshwright.explain.memory_snapshot import MemoryReport
-from meshwright.units import Json, counted, format_seconds
+from meshwright.units import Json, counted, format_seconds, format_value
 from meshwright.view.memory_snapshot import predicted_gib
 from meshwright.view.page.bundle import written_view
+from meshwright.view.page.sheet import panel, part, piece, row, stats, table, text, view
 from meshwright.view.tables import Columns, FittedTable, filled, listed
 
 MOST_RANKS = 8
@@ -73,7 +75,7 @@ def parts(e: TraceExplanation) -> RenderableType:
     """Rows of parts, columns of ranks: the mean step."""
     ranks = chosen_ranks(e)
     rows: list[tuple[str | Text, ...]] = []
-    for kind, name in ordered(part for of_rank in e.parts.values() for part in of_rank):
+    for kind, name in ordered(one for of_rank in e.parts.values() for one in of_rank):
         values = [e.parts[rank].get((kind, name), 0.0) for rank in ranks]
         rows.append((f"{kind}: {name}", *(f"{format_seconds(s)} {s / e.step_s:4.0%}" if s else "" for s in values)))
     rows.append(("step", *(format_seconds(sum(e.parts[rank].values())) for rank in ranks)))
@@ -168,34 +170,68 @@ def data(e: TraceExplanation, beside: TraceBesidePlan | MeshwrightError, memory:
     step = middle_step(e.steps[ranks[0]])
     parts = sorted({part for rank in ranks for s in e.steps[rank] for part in s.pieces})
     shown = [(rank, next((s for s in e.steps[rank] if s.step == step), e.steps[rank][0])) for rank in ranks]
-    peaks = [report.reserved for report in memory] or [
-        r.found.trace.peak_bytes for r in e.run.ranks if r.found.trace.peak_bytes
-    ]
+    found = None if isinstance(beside, MeshwrightError) else beside
     return {
         "step": step,
-        "step_time_s": e.step_s,
-        "attributed": e.attributed,
-        "memory_gib": max(peaks) / GIB if peaks else None,
-        **memory_rows(max(memory, key=lambda report: report.reserved, default=None), beside),
-        "parts": [": ".join(part) for part in parts],
+        "names": [": ".join(part) for part in parts],
         "ranks": [{"rank": rank, "pieces": pieces(s, parts)} for rank, s in shown],
-        "causes": [cause.as_dict() for cause in e.causes],
-        "notes": e.notes,
-        "predicted": None if isinstance(beside, MeshwrightError) else predicted(beside),
-        "no_prediction": f"No prediction beside it: {beside.what}." if isinstance(beside, MeshwrightError) else "",
+        "predicted": found and predicted_strip(found),
+        "note": f"No prediction beside it: {beside.what}." if isinstance(beside, MeshwrightError) else STRIPS,
+        **view(numbers(e, found, memory), *causes_panel(e), *memory_panel(memory, found)),
+        "after": differences(found) if found else [],
     }
 
 
-def memory_rows(report: MemoryReport | None, beside: TraceBesidePlan | MeshwrightError) -> Json:
-    """The categories of a snapshot beside their prediction, and what else it says."""
+STRIPS = "The prediction is below, its parts one after the other. Where many short pieces meet, the longest is drawn."
+
+
+def numbers(e: TraceExplanation, beside: TraceBesidePlan | None, memory: Sequence[MemoryReport]) -> Json:
+    """The measured and the predicted step, how much of the time is attributed, and the memory at the peak."""
+    found = [r.found.trace.peak_bytes for r in e.run.ranks if r.found.trace.peak_bytes]
+    peak, shown = max([report.reserved for report in memory] or found, default=None), []
+    held: Any = "not in the trace" if peak is None else peak / GIB
+    if beside:
+        p = beside.estimate.prediction
+        band = f"{format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}"
+        tone = "warn" if e.step_s > p.step_time_high_s else ""
+        shown = [("Predicted step", p.step_time_s, "s", {"detail": band, "tone": tone})]
+    words = f"{format_value(beside.estimate.prediction.memory_gib or 0.0, 'GiB')} predicted" if beside else ""
+    return stats(
+        ("Measured step", e.step_s, "s", {"detail": "mean, slowest rank"}),
+        *shown,
+        ("Attributed", e.attributed, "share", {"detail": "of the traced time"}),
+        *([("Memory at the peak", held, "gib", {"detail": words})] if beside or peak else []),
+    )
+
+
+def causes_panel(e: TraceExplanation) -> list[Json]:
+    """The causes of lost time with the seconds that each costs."""
+    none = "No cause of lost time above 1% of the step: compute fills it."
+    out = [
+        panel(
+            "What to change first",
+            "Causes of lost time, with the seconds of a step that each costs." if e.causes else none,
+        )
+    ]
+    if e.notes:
+        out.append(text(". ".join(e.notes)))
+    rows = [row(c.cause, c.seconds, c.evidence, c.fix) for c in e.causes]
+    return [*out, table("", ("cause", "per step|s", "evidence", "change"), rows)] if rows else out
+
+
+def memory_panel(memory: Sequence[MemoryReport], beside: TraceBesidePlan | None) -> list[Json]:
+    """The categories of the fullest snapshot beside their prediction, and what else it says."""
+    report = max(memory, key=lambda one: one.reserved, default=None)
     if report is None:
-        return {"memory": [], "memory_note": ""}
-    expected = {} if isinstance(beside, MeshwrightError) else predicted_gib(report, beside.estimate.prediction)
+        return []
+    expected = predicted_gib(report, beside.estimate.prediction) if beside else {}
     rows = [
-        {"category": name, "gib": size / GIB, "predicted_gib": expected.get(name, 0.0)}
+        row(name, size / GIB, *([expected.get(name) or ""] if beside else []))
         for name, size in report.by_category.items()
     ]
-    return {"memory": rows, "memory_note": ". ".join((f"Device {report.device}, {report.moment}", *report.notes))}
+    note = ". ".join((f"Device {report.device}, {report.moment}", *report.notes))
+    columns = ("category", "held|gib", *(["predicted|gib"] if beside else []))
+    return [panel("Memory at the peak", note), table("", columns, rows)]
 
 
 def middle_step(steps: list[StepAttribution]) -> str:
@@ -222,23 +258,36 @@ def time_in(times: Intervals, edges: np.ndarray) -> np.ndarray:
     return np.diff(before[last] * (at > 0) + inside)
 
 
-def predicted(beside: TraceBesidePlan) -> Json:
-    """The prediction: its parts one after the other, and the differences."""
-    p, strip, names, at = beside.estimate.prediction, [], list[str](), 0.0
-    for row in beside.rows:
-        if row.predicted_s > 0:
-            strip.append([at, row.predicted_s, len(names)])
-            names.append(LOOKS.get(row.name, row.name.replace("exposed ", "communication: ")))
-            at += row.predicted_s
-    return {
-        "step_time_s": p.step_time_s,
-        "low_s": p.step_time_low_s,
-        "high_s": p.step_time_high_s,
-        "memory_gib": p.memory_gib,
-        "rank": beside.rank,
-        "plan": f"Plan {beside.source}: {beside.config.plan.title()}; stack {beside.config.stack.name} on {beside.config.cluster.accelerator.name}.",
-        "parts": names,
-        "pieces": strip,
-        "rows": [row.as_dict() for row in beside.rows],
-        "largest": [row.as_dict() for row in beside.largest],
-    }
+def predicted_strip(beside: TraceBesidePlan) -> Json:
+    """The parts of the prediction one after the other."""
+    strip, names, at = [], list[str](), 0.0
+    for one in beside.rows:
+        if one.predicted_s > 0:
+            strip.append([at, one.predicted_s, len(names)])
+            names.append(LOOKS.get(one.name, one.name.replace("exposed ", "communication: ")))
+            at += one.predicted_s
+    return {"names": names, "pieces": strip}
+
+
+def differences(beside: TraceBesidePlan) -> list[Json]:
+    """A waterfall from the predicted to the measured step, and the largest differences."""
+    plan = f"Plan {beside.source}: {beside.config.plan.title()}; stack {beside.config.stack.name} on {beside.config.cluster.accelerator.name}."
+    at = beside.estimate.prediction.step_time_s
+    rows: list[Json] = [{"label": "predicted", "text": format_seconds(at), "parts": [piece(at, "quiet", "")]}]
+    for one in beside.rows:
+        change = one.measured_s - one.predicted_s
+        words = f"{one.name}: {format_seconds(one.predicted_s)} predicted, {format_seconds(one.measured_s)} measured\n{one.reason}"
+        shown = {"start": min(at, at + change), "text": f"{'+' if change > 0 else '−'}{format_seconds(abs(change))}"}
+        rows.append({"label": one.name, **shown, "parts": [piece(abs(change), "bad" if change > 0 else "good", words)]})
+        at += change
+    rows.append({"label": "measured", "text": format_seconds(at), "parts": [piece(at, "compute", "")]})
+    largest = [row(one.name, one.predicted_s, one.measured_s, one.reason) for one in beside.largest]
+    return [
+        panel(
+            "From the predicted to the measured step",
+            f"Rank {beside.rank}: red bars are slower than predicted, green ones faster.",
+        ),
+        part("bars", rows=rows, x={"label": "time within the step", "unit": "s"}),
+        panel("The largest differences", plan),
+        table("", ("part", "predicted|s", "measured|s", "reason"), largest),
+    ]

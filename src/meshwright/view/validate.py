@@ -17,11 +17,13 @@ from meshwright.calibrate.runs.validate import Outcome, Score, by, macro, score
 from meshwright.cost.band import base, shares
 from meshwright.describe.stack import Stack
 from meshwright.units import format_seconds
-from meshwright.view.page.sheet import Part, chart, grid, parts_of, sheet
+from meshwright.view.page.sheet import Part, chart, grid, panel, part, parts_of, piece, sheet
 from meshwright.view.tables import titled
 
 MOST_REASONS = 12  # that are shown
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
+SHARES = (("10 to 25% of the runs", "hidden"), ("25 to 50%", "compute"), ("50 to 75%", "pp"), ("75 to 90%", "hidden"))
+REACH, TICKS = (0.4, 2.0), [0.5, 0.67, 0.8, 1, 1.25, 1.5, 2]  # of a chart of quantiles
 
 
 def percent(value: float | None, signed: bool = False) -> str:
@@ -202,38 +204,62 @@ def residual_groups(left_out: LeftOut) -> dict[str, list[str]]:
 
 def html(accuracy: Accuracy) -> str:
     """A scatter of predicted over measured step time, quantiles of left-out predictions, and what the terminal shows."""
-    parts = [scatter([*accuracy.outcomes, *accuracy.headlines])]
+    parts = scatter([*accuracy.outcomes, *accuracy.headlines])
     if accuracy.left_out is not None:
         left, error = accuracy.left_out, accuracy.left_out.source
         labels = np.array(residual_groups(left)["part"])
         by_part = {name: error[labels == name] for name in sorted(set(labels))}
-        parts.append(ratios("Predicted over measured step time, the source left out", left.by_source(error)))
-        parts.append(ratios("The same by what the step is made of", by_part))
+        parts += ratios("Predicted over measured step time, the source left out", left.by_source(error))
+        parts += ratios("The same by what the step is made of", by_part)
     if not accuracy.outcomes:
         scores = {name: score(part) for name, part in by(accuracy.headlines, ["source"]).items()}
-        parts.append(grid(table(scores, macro(scores))))
+        parts += grid(table(scores, macro(scores)))
     return sheet(
         "Predicted and measured step time", [], [*parts, *parts_of(Group(*page(accuracy, ["source"], "source")))]
     )
 
 
-def scatter(outcomes: list[Outcome]) -> Part:
+def scatter(outcomes: list[Outcome]) -> list[Part]:
     points: dict[str, list[Any]] = {}
     for o in outcomes:
         if o.prediction and (measured := o.case.step_time):
             predicted = o.prediction.step_time_s
             words = f"{o.case.row_id}: measured {format_seconds(measured)}, predicted {format_seconds(predicted)}"
-            points.setdefault(o.case.row.get("file", ""), []).append([measured, predicted, None, None, words])
+            points.setdefault(o.case.row.get("file", ""), []).append([measured, predicted, words])
     times = [x for marks in points.values() for mark in marks for x in mark[:2]] or [0.1, 1.0]
     perfect: Part = {"name": "a perfect prediction", "points": [], "line": [[t, t] for t in (min(times), max(times))]}
     series = [{"name": name, "points": marks} for name, marks in sorted(points.items())]
-    return chart("Each mark is one published run", "", ("measured", "s"), ("predicted", "s"), [*series, perfect])
+    x, y = ({"log": 10, "label": name, "unit": "s"} for name in ("measured", "predicted"))
+    return chart("Each mark is one published run", x, y, [*series, perfect])
 
 
-def ratios(title: str, groups: Mapping[str, np.ndarray]) -> Part:
+def ratios(title: str, groups: Mapping[str, np.ndarray]) -> list[Part]:
     """Quantiles of predicted / measured by group; the values are their logarithms."""
-    rows = [
-        {"name": f"{name} ({len(values)})", "quantiles": np.exp(np.quantile(values, QUANTILES)).tolist()}
-        for name, values in groups.items()
+    rows = []
+    for name, values in groups.items():
+        low, *marks = np.clip(np.exp(np.quantile(values, QUANTILES)), *REACH).tolist()
+        words = f"{name}: median {np.exp(np.median(values)):.2f}×"
+        pieces = [
+            piece(after - before, look, words, share)
+            for (share, look), before, after in zip(SHARES, (low, *marks), marks, strict=False)
+        ]
+        rows.append(
+            {
+                "label": f"{name} ({len(values)})",
+                "start": low,
+                "text": f"{np.exp(np.median(values)):.2f}×",
+                "parts": pieces,
+            }
+        )
+    x = {
+        "log": 10,
+        "from": REACH[0],
+        "most": REACH[1],
+        "unit": "times",
+        "label": "predicted / measured",
+        "ticks": TICKS,
+    }
+    return [
+        panel(title, "Quantiles of the runs; the number is their median."),
+        part("bars", rows=rows, x=x, tall=22, limit={"at": 1, "words": ""}),
     ]
-    return {"title": title, "note": "Thin: 10 to 90% of the runs; thick: 25 to 75%; mark: the median.", "ratios": rows}

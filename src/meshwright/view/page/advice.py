@@ -4,28 +4,36 @@ from typing import Any
 
 from meshwright.describe.legality.choices import shown
 from meshwright.describe.plan import Plan
-from meshwright.describe.result import values_of
 from meshwright.planner.advice.changes import Change, first_changes
 from meshwright.planner.advice.lint.check import check
 from meshwright.planner.advice.lint.finding import Finding
-from meshwright.units import Json
+from meshwright.units import Json, format_seconds
 from meshwright.view.page.subject import Subject
 
 
 def data(subject: Subject) -> Json:
-    """The best changes first, then the findings, the costliest first; `set` has the plan's fields that change."""
+    """The best changes first, then the findings, the costliest first; `set` has the inputs that change."""
     e = subject.estimate
-    changes = first_changes(subject.config)
-    first = [
-        {"title": c.title, "set": changed, "follows": ", ".join(f"{k} = {shown(v)}" for k, v in followers(c, changed))}
-        | values_of(c, "saves_s", "memory_gib", "fix")
-        for c in changes
-        for changed in [fields_changed(e.plan, c.plan)]
-    ]
-    found = [{**f.as_dict(), "set": inputs_of(e.plan, f)} for f in check(subject.config, e, changes)]
-    offered = [change["set"] for change in first]
-    findings = [finding for finding in found if not finding["set"] or finding["set"] not in offered]
-    return {"first": first, "findings": findings, "step_time_s": e.prediction.step_time_s}
+    changes, items = first_changes(subject.config), list[Json]()
+
+    def share(seconds: float) -> str:
+        return f"{format_seconds(abs(seconds))} ({abs(seconds) / e.prediction.step_time_s:.1%})"
+
+    for c in changes:
+        changed = fields_changed(e.plan, c.plan)
+        follows = ", ".join(f"{k} = {shown(v)}" for k, v in followers(c, changed))
+        effect = (
+            f"saves {share(saved)}" if (saved := c.saves_s or 0.0) >= 0 else f"takes {share(saved)} longer, and fits"
+        )
+        words = f"{', with ' * bool(follows)}{follows}: {effect}; {c.memory_gib:.3g} GiB"
+        items.append({"head": c.title, "words": words, "set": changed})
+    offered = [item["set"] for item in items]
+    for f in check(subject.config, e, changes):
+        if (changed := inputs_of(e.plan, f)) not in offered or not changed:
+            cost = f" Costs {share(f.cost_s)}." if f.cost_s else ""
+            helps = changed if (f.saves_s or 0) > 0 else {}
+            items.append({"head": f"{f.name[:1].upper()}{f.name[1:]}. ", "words": f"{f.what}.{cost}", "set": helps})
+    return {"items": items}
 
 
 def followers(change: Change, changed: Json) -> list[tuple[str, Any]]:

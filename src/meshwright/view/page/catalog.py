@@ -38,12 +38,8 @@ def listing() -> Json:
         "links": [{"name": name} for name in catalog.names("links")],
         "stacks": [stack_line(name) for name in catalog.names("stacks")],
         "schedules": [{"name": name, "about": rule.about, "virtual": rule.virtual} for name, rule in SCHEDULES.items()],
-        "fields": {
-            "model": fields_of("model", SHAPE),
-            "workload": fields_of("workload"),
-            "plan": fields_of("plan"),
-            "adapter": fields_of("adapter"),
-        },
+        "fields": {"model": fields_of("model", SHAPE)}
+        | {part: fields_of(part) for part in ("workload", "plan", "adapter")},
         "shape": SHAPE,
         "frameworks": [{"name": f.name, "title": f.title} for f in FRAMEWORKS.values()],
         "launchers": [{"name": name} for name in LAUNCHERS],

@@ -6,10 +6,8 @@ The program, its walk and its price are those of `meshwright show OPERATION --js
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from meshwright.errors import MeshwrightError
-from meshwright.programs.collectives import ALGORITHMS, OPERATIONS, Program, Walk
+from meshwright.programs.collectives import ALGORITHMS, OPERATIONS, Program
 from meshwright.programs.collectives.comparison import SIZES, Comparison, compare, runs_on
 from meshwright.programs.collectives.contract import DUAL
 from meshwright.programs.collectives.formulas import text as formula
@@ -90,7 +88,7 @@ def content(
         "cluster": cluster,
         "program": program_data(steps) if steps else None,
         "time_s": seconds_of(shown) if shown else None,
-        "timeline": timeline(shown.walked) if shown else [],
+        "steps": shown.program.steps if shown else 0,
         "comparison": compared.as_dict() if compared else None,
         "formulas": {"time_s": formula_text(shown) if shown else "", "crossovers": crossovers(compared)},
     }
@@ -127,14 +125,6 @@ def program_data(program: Program) -> dict[str, Any] | None:
     if program.ranks > MOST_DRAWN or len(program.moves.step) > MOST_DRAWN**2 * 4:
         return None
     return as_dict(program)
-
-
-def timeline(walked: Walk | None) -> list[dict[str, Any]]:
-    """The end of every step in seconds."""
-    if walked is None:
-        return []
-    ends = np.asarray(walked.step_end).tolist()
-    return [{"step": k, "end_s": end} for k, end in enumerate(ends[:512])]
 
 
 def formula_text(shown: PreparedCollective) -> str:

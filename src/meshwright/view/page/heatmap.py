@@ -26,7 +26,6 @@ def data(subject: Subject) -> Json:
     best = min(fitting, key=lambda cell: cell.best.time if cell.best else 0.0, default=None)
     tokens = samples_per_step(subject.config)
     return {
-        "gpus": subject.cluster.world,
         "tp": sorted({cell.tp for cell in cells}),
         "pp": sorted({cell.pp for cell in cells}),
         "unit": subject.model.unit,
@@ -54,22 +53,18 @@ def better(cell: Cell, other: Candidate | None) -> Cell:
 
 def as_dict(cell: Cell, best: Cell | None, tokens: float, unit: str) -> Json:
     out: Json = {"tp": cell.tp, "pp": cell.pp, "fits": cell.fits, "label": label(cell), "reason": cell.reason}
-    if cell.best is None:
-        none = dict.fromkeys(("plan", "step_time_s", "memory_bytes", "tokens_per_s"))
-        return out | none | {"formula": cell.reason}
-    one = cell.best
-    head = f"tp {cell.tp} × pp {cell.pp}: {one.plan.title()}"
+    if (one := cell.best) is None:
+        return out | {"plan": None, "step_time_s": None, "tokens_per_s": None, "formula": cell.reason}
+    words = cell.reason
     if cell.fits and best is not None and best.best is not None:
-        slower = one.time / best.best.time
-        rest = f"{tokens:,.0f} {unit} / {format_seconds(one.time)} = {tokens / one.time:,.0f} {unit}/s; {slower:.2f}× the fastest step"
-    else:
-        rest = cell.reason
+        rate = f"{tokens:,.0f} {unit} / {format_seconds(one.time)} = {tokens / one.time:,.0f} {unit}/s"
+        words = f"{rate}; {one.time / best.best.time:.2f}× the fastest step"
+    words = f"tp {cell.tp} × pp {cell.pp}: {one.plan.title()}\n{words}\n{format_bytes(one.memory)} on the fullest GPU"
     return out | {
         "plan": one.plan.as_dict(),
         "step_time_s": one.time,
-        "memory_bytes": one.memory,
         "tokens_per_s": tokens / one.time,
-        "formula": f"{head}\n{rest}\n{format_bytes(one.memory)} on the fullest GPU",
+        "formula": words,
     }
 
 

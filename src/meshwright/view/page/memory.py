@@ -1,6 +1,6 @@
 """Memory of a GPU: by part with the limit, for each pipeline stage, and over the time of a step."""
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 
@@ -10,64 +10,73 @@ from meshwright.describe.variants import OPTIMIZERS
 from meshwright.describe.workload import Workload
 from meshwright.predict.estimate import Estimate
 from meshwright.programs.pipelines.walk import held_changes
+from meshwright.units import format_value
+from meshwright.view.page.sheet import Part, panel, part, stats, view
 from meshwright.view.page.subject import Subject
 
+gib = partial(format_value, unit="GiB")
 STATES = ("parameters", "gradients", "optimizer")
+FAR = 4  # times the peak, above which the limit would hide what is below it
 MOST_POINTS = 600  # of the curve over time; more than the pixels of a figure are not seen
 
 
-def data(subject: Subject) -> dict[str, Any]:
-    """Parts by stage, the curve over time of one stage (option `stage`; default: the fullest), and formulas."""
-    e = subject.estimate
-    stages = e.prediction.memory_by_stage
-    totals = [sum(stage.values()) for stage in stages]
-    fullest = e.prediction.fullest_stage
+def data(subject: Subject) -> Part:
+    """Parts by stage, and the curve over time of one stage (option `stage`; default: the fullest)."""
+    e, p = subject.estimate, subject.estimate.prediction
+    fullest, limit, stages = p.fullest_stage, p.memory_limit_gib, p.memory_by_stage
     stage = min(int(subject.option("stage", fullest, most=1e6)), len(stages) - 1)
-    parts = [part for part in PARTS if any(one[part] > 0 for one in stages)]
-    texts = part_formulas(e)
-    summed = " + ".join(f"{part} {stages[fullest][part]:.2f}" for part in parts)
-    peak = f"peak = {summed} = {totals[fullest]:.2f} GiB"
+    names = [name for name in PARTS if any(one[name] > 0 for one in stages)]
+    texts, peak, saved = part_formulas(e), sum(stages[fullest].values()), p.checkpoint_gib
+    device, host, most = (saved[key] for key in ("save_device", "save_host", "host_limit"))
+    at_save = f"and {gib(host)} of {gib(most)} of a host" if host else "on a device; written one tensor at a time"
+    summed = " + ".join(f"{name} {stages[fullest][name]:.2f}" for name in names)
+    flight = float(e.walked.walk.peak_memory[fullest])
+    (over, curve), offered = over_time(e, stage), [[s, f"stage {s}"] for s in range(len(stages))]
     return {
-        "limit_gib": e.prediction.memory_limit_gib,
-        "peak_gib": totals[fullest],
+        "limit_gib": limit,
         "fullest": fullest,
-        "states_gib": sum(stages[fullest][part] for part in STATES),
-        "activations_gib": stages[fullest]["activations"],
-        "in_flight": float(e.walked.walk.peak_memory[fullest]),
-        "parts": parts,
         "stages": [
-            {
-                "stage": s,
-                "total_gib": totals[s],
-                "parts": [{"name": part, "gib": one[part], "formula": texts[part]} for part in parts],
-            }
-            for s, one in enumerate(stages)
+            {"total_gib": sum(one.values()), "parts": [{"name": name, "gib": one[name], "formula": texts[name]} for name in names]}
+            for one in stages
         ],
-        "checkpoint": e.prediction.checkpoint_gib | {"text": checkpoint_words(e.prediction, e.stack)},
-        "timeline": timeline(e, stage),
-        "formulas": {"peak": peak, "states": texts["states"], "activations": texts["activations"]},
-    }
+        **view(
+            stats(("Peak, fullest stage", peak, "gib", {"detail": f"of {gib(limit)} usable", "tone": "bad" if peak > limit else "good",
+                                                        "formula": f"peak = {summed} = {peak:.2f} GiB"}),
+                  ("Model states", sum(stages[fullest][name] for name in STATES), "gib",
+                   {"detail": "parameters, gradients, optimizer", "formula": texts["states"]}),
+                  ("Activations", stages[fullest]["activations"], "gib",
+                   {"detail": f"{flight:.3g} micro-batches in flight", "formula": texts["activations"]}),
+                  ("At a save", device, "gib", {"detail": at_save, "formula": checkpoint_words(p, e.stack),
+                                                "tone": "bad" if device > limit or host > most else ""})),
+            over,
+            part("choices", choices=[{"name": "stage", "label": "Stage", "values": offered, "value": stage}]) if len(stages) > 1 else None,
+            curve,
+        ),
+    }  # fmt: skip
 
 
-def timeline(e: Estimate, stage: int) -> dict[str, Any]:
+def over_time(e: Estimate, stage: int) -> list[Part]:
     """Memory of one stage during a step. Activations are there from a micro-batch's forward to its backward; all other parts are shown at
     their peak."""
-    parts, walk = e.prediction.memory_by_stage[stage], e.walked.walk
+    parts, limit = e.prediction.memory_by_stage[stage], e.prediction.memory_limit_gib
+    walk, total = e.walked.walk, e.walked.time
     times, counts = held_changes(walk, stage)
     order = np.argsort(times, kind="stable")
-    peak = float(counts.max()) or 1.0
-    gib = counts[order] / peak * parts["activations"]
     constant = sum(size for part, size in parts.items() if part != "activations")
-    total = e.walked.time
-    return {
-        "stage": stage,
-        "points": [[0.0, 0.0], *thinned(times[order], gib), [total, 0.0]],
-        "constant_gib": constant,
-        "peak_gib": constant + parts["activations"],
-        "total_s": total,
-        "makespan_s": walk.makespan,
-        "in_flight": float(walk.peak_memory[stage]),
-    }
+    held = constant + counts[order] / (float(counts.max()) or 1.0) * parts["activations"]
+    peak, far = constant + parts["activations"], limit > FAR * sum(parts.values())
+    words = f"Stage {stage} keeps up to {walk.peak_memory[stage]:.3g} micro-batches between their forward and their backward."
+    return [
+        panel("Over time within the step", f"{words} The limit of {gib(limit)} is far above." if far else words),
+        part("curves", label=f"Memory of stage {stage} over one step: {gib(constant)} constant, peak {gib(peak)}", height=230, left=56, inset=0,
+             x={"from": 0, "to": total, "label": "time within the step", "unit": "s"},
+             y={"from": 0, "to": peak * 1.26 if far else max(peak, limit) * 1.05, "label": "GiB"},
+             marks=[] if far else [{"at": limit, "words": f"limit {gib(limit)}", "colour": "bad", "flat": True}],
+             series=[{"name": "states, working memory, context: constant", "colour": "parameters", "area": 0.45, "only": True, "dots": False,
+                      "points": [[0.0, constant], [total, constant]]},
+                     {"name": "activations in flight", "colour": "activations", "area": 0.75, "width": 1.2, "steps": True, "dots": False,
+                      "base": constant, "points": [[0.0, constant], *thinned(times[order], held), [total, constant]]}]),
+    ]  # fmt: skip
 
 
 def thinned(times: np.ndarray, values: np.ndarray) -> list[list[float]]:

@@ -77,7 +77,7 @@ def checked(**values: Any) -> Inputs:
 
 
 def model(i: Inputs) -> Json:
-    """Cards of the stages, each number as the tool has it and corrected, the timeline of the schedule, and advice below 80%."""
+    """What each stage holds, each number as the tool has it and corrected, the timeline of the schedule, and advice below 80%."""
     layer_s = i.layer_ms / 1e3
     stage_s = i.layers * layer_s
     return {
@@ -85,15 +85,7 @@ def model(i: Inputs) -> Json:
         "schedules": list(SCHEDULES),
         "precisions": list(PRECISIONS),
         "message_bytes": i.message,
-        "cards": [
-            {
-                "stage": s + 1,
-                "layers": i.layers,
-                "message_bytes": i.message,
-                "held": peak_microbatches(i.schedule, i.stages, i.microbatches, s),
-            }
-            for s in range(min(i.stages, 16))
-        ],
+        "held": [peak_microbatches(i.schedule, i.stages, i.microbatches, s) for s in range(min(i.stages, 16))],
         "rows": rows(i, stage_s),
         "chunks": chunks(i),
         "rate": rate(i, layer_s),

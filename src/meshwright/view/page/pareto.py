@@ -1,7 +1,7 @@
 """The Pareto scatter: step time against memory of many plans, and the front on which less memory costs the least time."""
 
 from meshwright.describe.result import GIB
-from meshwright.planner.search.strategies import Candidate, name_of
+from meshwright.planner.search.strategies import Candidate
 from meshwright.units import Json, format_seconds
 from meshwright.view.page.subject import Subject
 
@@ -11,9 +11,7 @@ def data(subject: Subject) -> Json:
     e = subject.estimate
     mine = {
         "step_time_s": e.walked.time,
-        "memory_bytes": float(e.cost.peak_memory[0]),
-        "title": e.plan.title(),
-        "strategy": name_of(e.plan),
+        "gib": float(e.cost.peak_memory[0]) / GIB,
         "fits": e.prediction.fits,
         "formula": f"this plan: {e.plan.title()}\n{format_seconds(e.walked.time)}, {e.prediction.memory_gib:.1f} GiB",
     }
@@ -30,9 +28,9 @@ def data(subject: Subject) -> Json:
     for one in points:
         one["front"] = one in front
     return {
-        "limit_bytes": limit,
+        "limit_gib": limit / GIB,
         "points": sorted(points, key=lambda one: -one["step_time_s"]),
-        "front": [{"step_time_s": one["step_time_s"], "memory_bytes": one["memory_bytes"]} for one in front],
+        "front": [{key: one[key] for key in ("step_time_s", "gib")} for one in front],
         "mine": mine,
         "note": note(front) if best else "First plans of every tp and pp; the search for the front is running.",
     }
@@ -41,7 +39,7 @@ def data(subject: Subject) -> Json:
 def front_of(points: list[Json]) -> list[Json]:
     """The points than which no other is faster with as much memory, the leanest first."""
     front: list[Json] = []
-    for one in sorted(points, key=lambda p: (p["memory_bytes"], p["step_time_s"])):
+    for one in sorted(points, key=lambda p: (p["gib"], p["step_time_s"])):
         if not front or one["step_time_s"] < front[-1]["step_time_s"]:
             front.append(one)
     return front
@@ -50,7 +48,7 @@ def front_of(points: list[Json]) -> list[Json]:
 def point(one: Candidate, best: bool, limit: float) -> Json:
     return {
         "step_time_s": one.time,
-        "memory_bytes": one.memory,
+        "gib": one.memory / GIB,
         "title": one.plan.title(),
         "strategy": one.strategy,
         "plan": one.plan.as_dict(),
@@ -63,6 +61,6 @@ def point(one: Candidate, best: bool, limit: float) -> Json:
 def note(front: list[Json]) -> str:
     lean, fast = front[0], front[-1]
     if lean is fast:
-        return f"The fastest plan ({format_seconds(fast['step_time_s'])}) is also the leanest: {fast['memory_bytes'] / GIB:.1f} GiB."
-    slower, less = lean["step_time_s"] / fast["step_time_s"] - 1, 1 - lean["memory_bytes"] / fast["memory_bytes"]
+        return f"The fastest plan ({format_seconds(fast['step_time_s'])}) is also the leanest: {fast['gib']:.1f} GiB."
+    slower, less = lean["step_time_s"] / fast["step_time_s"] - 1, 1 - lean["gib"] / fast["gib"]
     return f"The leanest plan of the front needs {less:.0%} less memory than the fastest and takes {slower:.0%} longer."

@@ -16,7 +16,6 @@ from meshwright.units import format_decimal_bytes, format_flops, format_rate, fo
 from meshwright.view.page.subject import Subject
 
 SIZES = [10.0 ** (k / 4) for k in range(4, 43)]  # bytes of the curves: 10 B to 30 GB
-LATENCY, BANDWIDTH = "latency", "bandwidth"
 
 
 def data(subject: Subject) -> dict[str, Any]:
@@ -46,7 +45,6 @@ def level(e: Estimate, k: int) -> dict[str, Any]:
     return {
         "name": e.cluster.levels[k].name,
         "bandwidth": bandwidth,
-        "alpha_s": alpha,
         "crossover_bytes": least,
         "curve": [[n, n / message_time(n, alpha, 1 / bandwidth)] for n in SIZES],
         "formula": f"{e.cluster.levels[k].name}: ceiling {format_rate(bandwidth)} per device; s* = α·B = {format_seconds(alpha)} × "
@@ -60,14 +58,11 @@ def point(e: Estimate, m: Message) -> dict[str, Any]:
     share = m.rate / ceiling
     return {
         **values_of(m, "name", "axis", "operation", "algorithm", "ranks", "level"),
-        "calls": m.count,
         "buffer_bytes": m.size,
         "sent_bytes": m.sent,
-        "seconds": m.seconds,
         "step_seconds": m.count * m.seconds,
         "rate": m.rate,
         "share": share,
-        "bound": BANDWIDTH if share >= 0.5 else LATENCY,
         "formula": f"{m.name} ({m.axis}): {m.operation} of {format_decimal_bytes(m.size)} over {m.ranks} ranks, {m.algorithm}\n"
         f"{format_decimal_bytes(m.sent)} through {e.cluster.levels[m.level].name} / {format_seconds(m.seconds)} = {format_rate(m.rate)}, "
         f"{share:.0%} of {format_rate(ceiling)}\n{m.count:,.0f} calls per step = {format_seconds(m.count * m.seconds)}",

@@ -6,7 +6,6 @@ takes over. The complete view adds the best common plan of each size (`planner.s
 """
 
 import math
-from typing import Any
 
 from meshwright.describe.result import values_of
 from meshwright.errors import MeshwrightError
@@ -14,22 +13,20 @@ from meshwright.planner.advice.sensitivity import resized
 from meshwright.planner.search.common_plans import best_common_plan
 from meshwright.predict.estimate import Estimate, estimate
 from meshwright.predict.prediction import samples_per_step
-from meshwright.units import format_seconds
+from meshwright.units import Json, format_seconds
 from meshwright.view.page.subject import Subject
 
 SMALLER, LARGER = 3, 5  # halvings and doublings of the data-parallel ranks
 BEST = (-1, 0, 1)  # doublings at which the best common plan is searched
 
 
-def data(subject: Subject) -> dict[str, Any]:
+def data(subject: Subject) -> Json:
     """Both curves of this plan, the best plans of some sizes, and the count at which the network between nodes takes over."""
     e = subject.estimate
     strong, weak = subject.shared.once("scaling", lambda: [curve(e, grows) for grows in (False, True)])
     takes_over = crossing(strong)
     return {
-        "gpus": e.plan.world,
         "unit": e.model.unit,
-        "node_size": e.cluster.node_size,
         "strong": strong,
         "weak": weak,
         "best": [] if subject.is_provisional else best_plans(subject),
@@ -38,22 +35,24 @@ def data(subject: Subject) -> dict[str, Any]:
     }
 
 
-def curve(e: Estimate, grows: bool) -> list[dict[str, Any]]:
-    """This plan on fewer and more data-parallel ranks; `grows`: with a batch in proportion."""
-    out = []
+def curve(e: Estimate, grows: bool) -> list[Json]:
+    """This plan on fewer and more data-parallel ranks: throughput, and seconds of compute and of transfers inside and between nodes. `grows`:
+    with a batch in proportion."""
     counts = [e.plan.dp * 2**k if k >= 0 else e.plan.dp / 2**-k for k in range(-SMALLER, LARGER + 1)]
+    out: list[Json] = []
     for dp in [int(n) for n in counts if n >= 1 and n == int(n)]:
-        estimated = at_size(e, dp, grows)
-        if estimated is not None:
-            out.append(point(estimated))
-    reference = next((row for row in out if row["fits"]), out[0] if out else None)
+        if (found := at_size(e, dp, grows)) is not None:
+            p, (inside, *between) = found.prediction, [c.seconds for c in found.roofline.ceilings]
+            seconds = {"compute_s": p.busy_s.get("compute", 0.0), "inside_s": inside, "between_s": sum(between)}
+            size = {"gpus": found.plan.world, "batch": found.workload.batch}
+            out.append(size | values_of(p, "step_time_s", "tokens_per_s", "fits") | seconds)
+    fewest = next((row for row in out if row["fits"]), out[0] if out else {})
     for row in out:
-        assert reference is not None
-        per_gpu, first = row["tokens_per_s"] / row["gpus"], reference["tokens_per_s"] / reference["gpus"]
+        per_gpu, first = row["tokens_per_s"] / row["gpus"], fewest["tokens_per_s"] / fewest["gpus"]
         row["efficiency"] = per_gpu / first
         row["formula"] = (
             f"{row['gpus']:,} GPUs, batch {row['batch']:,}: {row['tokens_per_s']:,.0f} {e.model.unit}/s / {row['gpus']:,} = {per_gpu:,.0f} per GPU; "
-            f"{per_gpu:,.0f} / {first:,.0f} on {reference['gpus']:,} GPUs = {row['efficiency']:.0%}"
+            f"{per_gpu:,.0f} / {first:,.0f} on {fewest['gpus']:,} GPUs = {row['efficiency']:.0%}"
         )
     return out
 
@@ -71,22 +70,7 @@ def at_size(e: Estimate, dp: int, grows: bool) -> Estimate | None:
         return None
 
 
-def point(e: Estimate) -> dict[str, Any]:
-    """Throughput of one size, and the seconds of compute and of transfers inside and between nodes."""
-    outer = [c for k, c in enumerate(e.roofline.ceilings) if k > 0]
-    return {
-        "gpus": e.plan.world,
-        "batch": e.workload.batch,
-        **values_of(e.prediction, "step_time_s", "tokens_per_s", "mfu", "fits"),
-        "compute_s": e.prediction.busy_s.get("compute", 0.0),
-        "inside_s": e.roofline.ceilings[0].seconds,
-        "between_s": sum(c.seconds for c in outer),
-        "bound_by": e.prediction.bound_by,
-        "title": e.plan.title(),
-    }
-
-
-def best_plans(subject: Subject) -> list[dict[str, Any]]:
+def best_plans(subject: Subject) -> list[Json]:
     """The best common plan of the plan's size, its half and its double."""
     out = []
     space = subject.shared.space
@@ -102,13 +86,12 @@ def best_plans(subject: Subject) -> list[dict[str, Any]]:
         if best is not None:
             per_second = samples_per_step(space.config) / best.time
             rate = f"{format_seconds(best.time)} per step = {per_second:,.0f} {space.model.unit}/s"
-            words = f"best common plan on {gpus:,} GPUs: {best.plan.title()}\n{rate}"
-            speed = {"gpus": gpus, "step_time_s": best.time, "tokens_per_s": per_second}
-            out.append({**speed, "title": best.plan.title(), "plan": best.plan.as_dict(), "formula": words})
+            title, speed = best.plan.title(), {"gpus": gpus, "step_time_s": best.time, "tokens_per_s": per_second}
+            out.append({**speed, "title": title, "formula": f"best common plan on {gpus:,} GPUs: {title}\n{rate}"})
     return out
 
 
-def crossing(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+def crossing(rows: list[Json]) -> Json | None:
     """GPUs at which transfers between nodes take as long as the compute, on straight lines through the logarithms of neighbouring sizes."""
     known = [row for row in rows if row["between_s"] > 0 and row["compute_s"] > 0]
     ratios = [math.log(row["between_s"] / row["compute_s"]) for row in known]
@@ -122,7 +105,7 @@ def crossing(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     return None
 
 
-def note(rows: list[dict[str, Any]], takes_over: dict[str, Any] | None) -> str:
+def note(rows: list[Json], takes_over: Json | None) -> str:
     if len(rows) < 2:
         return "This plan is legal on one size only with this batch."
     last = rows[-1]

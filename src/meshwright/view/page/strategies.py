@@ -1,21 +1,28 @@
 """The strategies' table: what each form of parallelism splits and sends, and when to use it; those of this plan are marked."""
 
-from typing import Any
-
 from meshwright.describe.plan import Plan
+from meshwright.view.page.sheet import Part, panel, part, row, table, view
 from meshwright.view.page.subject import Subject
 from meshwright.view.show.strategies import LETTERS, RULES, STRATEGIES
 
+SENT = "strategy, what is split, collective, when, elements sent by one GPU per step"
+STATE = "State in bytes on one GPU: bf16, Adam, fp32 master weights."
 
-def data(subject: Subject) -> dict[str, Any]:
-    """The rows of `meshwright show strategies --json`, with `used` where this plan has the strategy."""
+
+def data(subject: Subject) -> Part:
+    """The tables of `meshwright show strategies`, with the strategies of this plan marked, and its rules of thumb."""
     used = names_of(subject.plan)
-    return {
-        "rows": [{**one._asdict(), "used": one.name in used} for one in STRATEGIES],
-        "rules": [{"name": name, "text": text} for name, text in RULES],
-        "letters": LETTERS.strip(),
-        "title": subject.plan.title(),
-    }
+    marked = [(one, f"{one.name}{' ✓' * (one.name in used)}", one.name in used) for one in STRATEGIES]
+    sent = [row(name, s.splits, s.collective, s.when, s.volume, chosen=mine) for s, name, mine in marked]
+    use = [row(name, s.overlap, s.state, s.use, chosen=mine) for s, name, mine in marked]
+    return view(
+        panel("What is split, and what is sent", LETTERS.strip()),
+        table("Traffic of each strategy", SENT, sent),
+        panel("When to use it", f"This plan: {subject.plan.title()}. {STATE}"),
+        table("Use of each strategy", "strategy, overlaps, state, when to use", use),
+        panel("Rules of thumb"),
+        part("terms", pairs=[list(rule) for rule in RULES]),
+    )
 
 
 def names_of(plan: Plan) -> set[str]:

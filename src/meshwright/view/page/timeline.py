@@ -19,7 +19,7 @@ from meshwright.planner.advice.alternatives import PlanTrials, changed
 from meshwright.predict.estimate import Estimate
 from meshwright.programs.pipelines import KINDS, Walked
 from meshwright.programs.pipelines.program import KIND_NAMES
-from meshwright.units import format_decimal_bytes, format_seconds
+from meshwright.units import Json, format_decimal_bytes, format_seconds
 from meshwright.view.page.bundle import written_view
 from meshwright.view.page.subject import Subject
 
@@ -29,7 +29,7 @@ MOST_SHOWN = 4
 MOST_ACTIONS = 20_000  # of the plan's schedule; above, others are shown only where they are chosen
 
 
-def data(subject: Subject) -> dict[str, Any]:
+def data(subject: Subject) -> Json:
     """The timelines of this plan's schedule and of the chosen ones, and the cards of its stages."""
     e = subject.estimate
     chosen = [str(name) for name in subject.option("schedules", [])][:MOST_SHOWN]
@@ -50,21 +50,10 @@ def schedules_html(several: Sequence[Walked], heading: str = "") -> str:
     return written_view("timeline", title, content([walk_panel(walked) for walked in several], note, unit="units"))
 
 
-def content(
-    panels: list[dict[str, Any]], note: str, pipeline: bool = True, unit: str = "", **of_plan: Any
-) -> dict[str, Any]:
+def content(panels: list[Json], note: str, pipeline: bool = True, unit: str = "", **of_plan: Any) -> Json:
     """The data of the view: one panel for each schedule; of a plan also the cards of its stages and the schedules to choose."""
-    kinds = {kind: KIND_NAMES[kind] for kind in KINDS}
-    out = {
-        "pipeline": pipeline,
-        "unit": unit,
-        "kinds": kinds,
-        "ticks": TICKS,
-        "panels": panels,
-        "stages": [],
-        "choices": [],
-    }
-    return out | of_plan | {"note": note}
+    out: Json = {"pipeline": pipeline, "unit": unit, "kinds": {kind: KIND_NAMES[kind] for kind in KINDS}, "note": note}
+    return out | {"ticks": TICKS, "panels": panels, "stages": [], "choices": []} | of_plan
 
 
 def with_schedule(e: Estimate, name: str) -> Estimate | None:
@@ -80,7 +69,7 @@ def rescheduled(plan: Plan, name: str) -> Plan | None:
     return changed(plan, schedule=name, virtual=virtual, layers_per_stage=())
 
 
-def choices(e: Estimate) -> list[dict[str, Any]]:
+def choices(e: Estimate) -> list[Json]:
     """Every schedule, and why this plan cannot run it."""
     out = []
     for name, rule in SCHEDULES.items():
@@ -94,7 +83,7 @@ def choices(e: Estimate) -> list[dict[str, Any]]:
     return out
 
 
-def panel(e: Estimate) -> dict[str, Any]:
+def panel(e: Estimate) -> Json:
     """The timeline of a plan: its schedule, and what runs once per step after it."""
     walked = e.walked
     return {
@@ -108,7 +97,7 @@ def panel(e: Estimate) -> dict[str, Any]:
     }
 
 
-def walk_panel(walk: Walked) -> dict[str, Any]:
+def walk_panel(walk: Walked) -> Json:
     """One simulated schedule: its numbers, its durations by kind and stage, and one lane per rank."""
     program, tick = walk.program, TICKS / walk.makespan
     lanes = []
@@ -156,7 +145,7 @@ def formulas(e: Estimate) -> dict[str, str]:
     return {"bubble_fraction": bubble, "step_time_s": step}
 
 
-def stage_cards(e: Estimate) -> list[dict[str, Any]]:
+def stage_cards(e: Estimate) -> list[Json]:
     """Layers, parameters, times, memory and bytes per micro-batch of every stage."""
     walked = e.walked
     layers = e.plan.stage_layers(e.model.layers) if e.model.layers else [0]

@@ -6,7 +6,7 @@ from meshwright.describe.result import COMMUNICATION, part_name, values_of
 from meshwright.planner.advice.explain import training as training_cost
 from meshwright.planner.goodput import DAY
 from meshwright.predict.estimate import Estimate
-from meshwright.units import format_seconds
+from meshwright.units import counted, format_count, format_seconds
 from meshwright.view.page.subject import Subject
 
 PIPELINE_TARGET = 0.80
@@ -18,34 +18,20 @@ SMALL = 0.03  # share of the step
 
 def data(subject: Subject) -> dict[str, Any]:
     """The numbers of the bar above every view, one sentence, and the targets."""
-    e = subject.estimate
-    p = e.prediction
+    e, p = subject.estimate, subject.estimate.prediction
+    pipeline = {"efficiency_share": 1.0 - e.bubble_fraction, "target_share": PIPELINE_TARGET}
     return {
-        "subject": {
-            "model": e.model.name,
-            "parameters": e.model.total,
-            "gpus": e.plan.world,
-            "accelerator": e.cluster.accelerator.name,
-            "cluster": e.cluster.name,
-            "stack": e.stack.name,
-            "plan": e.plan.title(),
-            "microbatches": e.plan.microbatches(e.workload),
-        },
+        "subject": [e.model.name, f"on {e.plan.world:,} × {e.cluster.accelerator.name} · {e.plan.title()}"],
+        "gpus": e.plan.world,
+        "about": about(e),
         "tone": "bad" if not p.fits else "good" if (p.mfu or 0) >= GOOD_MFU and p.fit_word != "may not fit" else "warn",
         "headline": headline(e),
         "sentence": sentence(e),
-        **values_of(p, "fits", "bound_by", "step_time_s", "step_time_low_s", "step_time_high_s", "mfu"),
+        **values_of(p, "fits", "step_time_s", "step_time_low_s", "step_time_high_s", "mfu"),
         "mfu_tone": "good" if (p.mfu or 0) >= GOOD_MFU else "warn" if (p.mfu or 0) >= FAIR_MFU else "bad",
         **values_of(p, "memory_gib", "memory_limit_gib", "tokens_per_s"),
         "unit": e.model.unit,
-        "own_trainer": e.own_trainer.sentence if e.own_trainer else "",
-        "targets": [{"name": v.name, "share": v.value, "target": v.target, "good": v.good} for v in e.verdicts],
-        "training": training(e),
-        "pipeline": {"efficiency_share": 1.0 - e.bubble_fraction, "target_share": PIPELINE_TARGET}
-        if e.plan.pp > 1
-        else None,
-        "assumed": list(p.assumed),
-        "calibrated": p.calibrated,
+        "pipeline": pipeline if e.plan.pp > 1 else None,
         "formulas": formulas(e),
     }
 
@@ -73,13 +59,22 @@ def sentence(e: Estimate) -> str:
     return f"{format_seconds(seconds)} ({share:.0%}) of the step is {name}, the largest part that another plan could avoid."
 
 
-def training(e: Estimate) -> dict[str, Any] | None:
-    """Days, GPU-hours and price of the token budget; None without one."""
-    cost = training_cost(e)
-    if cost is None:
-        return None
-    price = cost.dollars or None
-    return {"tokens": cost.tokens, "total_s": cost.days * DAY, "gpu_hours": cost.gpu_hours, "price_usd": price}
+def about(e: Estimate) -> list[list[str]]:
+    """What the numbers are of, and the targets: names and words."""
+    p, cost = e.prediction, training_cost(e)
+    step, low, high = (format_seconds(s) for s in (p.step_time_s, p.step_time_low_s, p.step_time_high_s))
+    words = {
+        "model": f"{e.model.name}, {format_count(e.model.total)} parameters",
+        "cluster": f"{e.plan.world:,} × {e.cluster.accelerator.name}, {e.cluster.name}; stack {e.stack.name}",
+        "plan": f"{e.plan.title()}; {counted(e.plan.microbatches(e.workload), 'micro-batch')} per step",
+        "step time": "; ".join([f"{step}, likely {low} to {high}", *([e.own_trainer.sentence] if e.own_trainer else [])]),
+        "targets": "; ".join(f"{'✓' if v.good else '✗'} {v.name} {v.value:.1%} ({v.target})" for v in e.verdicts),
+        "training": cost and f"{format_count(cost.tokens)} {e.model.unit} in {format_seconds(cost.days * DAY)}, {cost.gpu_hours:,.0f} GPU-hours"
+        + (f", ${cost.dollars:,.0f}" if cost.dollars else ""),
+        "constants": p.calibrated,
+        "assumed": "; ".join(p.assumed),
+    }  # fmt: skip
+    return [[name, text] for name, text in words.items() if text]
 
 
 def formulas(e: Estimate) -> dict[str, str]:

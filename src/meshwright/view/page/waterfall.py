@@ -4,6 +4,7 @@ from meshwright.describe.result import COMMUNICATION, part_name
 from meshwright.lower.program import scalar
 from meshwright.predict.estimate import Estimate, communication
 from meshwright.units import Json, format_decimal_bytes, format_seconds
+from meshwright.view.page.sheet import Part, part, piece, stats, view
 from meshwright.view.page.subject import Subject
 
 # The order of the bars: compute, then what interrupts it, then what closes the step.
@@ -12,35 +13,31 @@ ORDER = (
     "recompute", "interference", "tp", "cp", "ep", "pp", "dp", "offload",
 )  # fmt: skip
 LAST = ("bubble", "host", "optimizer", "overhead")
+COLOURED = ("recompute", "interference", *COMMUNICATION, "offload", *LAST)
 GROUPS = ("compute", *COMMUNICATION, "bubble", "host", "optimizer", "overhead", "offload")
 
 
-def data(subject: Subject) -> Json:
-    """The parts with their formulas."""
-    e = subject.estimate
-    p = e.prediction
-    total, exposed = communication(e.cost)
-    texts = part_formulas(e)
+def data(subject: Subject) -> Part:
+    """The waterfall, in which each bar begins where the one above it ends; the step by groups; and what overlap hides."""
+    e, step = subject.estimate, subject.estimate.prediction.step_time_s
+    exposed, (total, open_s) = e.prediction.exposed_s, communication(e.cost)
+    texts, rows, start = part_formulas(e), list[Part](), 0.0
+    for name in ordered(exposed):
+        title, s = part_name(name), exposed[name]
+        words, formula = f"{format_seconds(s)} · {s / step:.1%}", texts.get(name, texts["compute"])
+        shown = piece(s, name if name in COLOURED else "compute", f"{title}: {words} of the step\n{formula}")
+        rows.append({"label": title, "start": start, "text": words, "parts": [shown]})
+        start += s
+    whole = f"step = {' + '.join(format_seconds(exposed[name]) for name in ordered(exposed))} = {format_seconds(step)}"
+    rows.append({"label": "step", "text": format_seconds(step), "parts": [piece(step, "quiet", whole)]})
     return {
-        "step_time_s": p.step_time_s,
-        "parts": [
-            {
-                "part": part,
-                "name": part_name(part),
-                "s": p.exposed_s[part],
-                "formula": texts.get(part, texts["compute"]),
-            }
-            for part in ordered(p.exposed_s)
-        ],
-        "groups": [{"part": part, "s": s} for part, s in grouped(p.exposed_s).items()],
-        "communication_s": total,
-        "exposed_s": exposed,
-        "hidden_s": total - exposed,
-        "bound_by": p.bound_by,
-        "formulas": {
-            "step": f"step = {' + '.join(format_seconds(p.exposed_s[part]) for part in ordered(p.exposed_s))} = {format_seconds(p.step_time_s)}"
-        },
-    }
+        "bars": part("bars", rows=rows, x={"label": "time within the step", "unit": "s"}),
+        "groups": [{"part": group, "s": s} for group, s in grouped(exposed).items()],
+        **view(stats(
+            ("Exposed communication", open_s, "s", {"detail": f"{open_s / step:.1%}", "tone": "warn" if open_s > 0.2 * step else ""}),
+            ("Hidden communication", total - open_s, "s", {"detail": f"{1 - open_s / total:.0%} of all" if total else "none"}),
+        )),
+    }  # fmt: skip
 
 
 def ordered(parts: dict[str, float]) -> list[str]:
@@ -52,8 +49,8 @@ def ordered(parts: dict[str, float]) -> list[str]:
 def grouped(parts: dict[str, float]) -> dict[str, float]:
     """Seconds of compute, of each axis's communication, bubble, host, optimizer and overhead."""
     out = dict.fromkeys(GROUPS, 0.0)
-    for part, seconds in parts.items():
-        out[part if part in GROUPS else "compute"] += seconds
+    for name, seconds in parts.items():
+        out[name if name in GROUPS else "compute"] += seconds
     return {group: seconds for group, seconds in out.items() if seconds > 0}
 
 

@@ -136,13 +136,16 @@ def power_of_ten(value: float) -> str:
 @figure("runs")
 def runs(subject: Subject, v: Values) -> Json:
     """Step times of well-known runs: predicted over measured, with the error band."""
-    rows = published.near_runs(subject.model, subject.cluster.accelerator.name)
-    bands = []
-    for row in rows:
-        low, high = (row[name] / row["measured_s"] for name in ("low_s", "high_s"))
-        text = f"{row['ratio']:.2f} × on {row['gpus']:,} {row['accelerator']}"
-        bands.append(error_band(row["run"], text, low, high - low, row["within"], row["formula"]))
-    stats = [stat("Inside the band", f"{sum(row['within'] for row in rows)} of {len(rows)}", "published step times")]
+    bands, inside = [], 0
+    for o, _ in published.near_runs(subject):
+        c, p = o.case, o.prediction
+        assert p
+        assert c.step_time
+        low, high = p.step_time_low_s / c.step_time, p.step_time_high_s / c.step_time
+        inside += low <= 1 <= high
+        text = f"{p.step_time_s / c.step_time:.2f} × on {c.cluster.world:,} {c.cluster.accelerator.name}"
+        bands.append(error_band(c.row_id, text, low, high - low, low <= 1 <= high, published.described(o)))
+    stats = [stat("Inside the band", f"{inside} of {len(bands)}", "published step times")]
     return draw.bars(
         bands, draw.axis("predicted step / measured step", **AROUND_ONE), (1.0, "as measured"), stats=stats
     )

@@ -31,10 +31,10 @@ function best() {
       await source.views({ config, views: ["leaders"], options: {} }, search.signal, (answer) => {
         if (answer.error) throw new source.Refusal(answer.error);
         found = answer.data;
-        words = `best so far ${format.seconds(found.leaders[0].step_time_s)}`;
+        words = `best so far ${format.seconds(found.step_time_s)}`;
       });
-      if (JSON.stringify(config) === JSON.stringify(state.config())) state.update({ plan: found.leaders[0].plan, "page.view": "leaders" });
-      toast(`Best of ${format.whole(found.searched)} plans: ${format.seconds(found.leaders[0].step_time_s)} per step, found in ${((performance.now() - started) / 1000).toFixed(1)} s`);
+      if (JSON.stringify(config) === JSON.stringify(state.config())) state.update({ plan: found.plan, "page.view": "leaders" });
+      toast(`Best of ${format.whole(found.searched)} plans: ${format.seconds(found.step_time_s)} per step, found in ${((performance.now() - started) / 1000).toFixed(1)} s`);
     } catch (error) {
       toast(error.name === "AbortError" ? "The search was stopped; the plan is unchanged" : `${error.error?.code ?? ""} ${error.message}`);
     } finally {

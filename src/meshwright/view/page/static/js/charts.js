@@ -9,17 +9,21 @@ export function inSeconds(words, most) {
   return { label: words ? `${words}, ${unit}` : unit, format: (v) => format.number(v * factor) };
 }
 
+/** The label of an axis, and its numbers in their unit or by a formatter; seconds up to `most` on a linear axis share one unit. */
+const worded = ({ label, unit = "number", format: own, log }, most) => (unit === "s" && !log ? inSeconds(label, most) : { label, format: own ?? format.by[unit] });
+
 /** Where the text of a bar begins: behind its end, or behind a limit line that would cross the text. */
 const behind = (end, text, line) => 6 + (line > end && line < end + 12 + 6.4 * text.length ? line : end);
 
 /** Draw rows [{ label, start = 0, parts: [{ value, colour, pattern, formula }], text, tone, limit, key }]: parts follow each other, `text` stands at their end.
- *  `x`: { label, format, seconds, ticks, log: base, from, to (at least), most (exactly) }; `limit`: { at, words } is a dashed line; a row's own limit a short one. `key` groups what belongs to a row. */
+ *  `x`: { label, unit or format, ticks, log: base, from, to (at least), most (exactly) }; `limit`: { at, words } is a dashed line; a row's own
+ *  limit a short one. `key` groups what belongs to a row. */
 export function bars(element, rows, { label: name, left = 112, right = 70, tall = 26, x: across = {}, limit = null, top = 12, weight = null, focus = true }) {
   const ends = rows.map((r) => (r.start ?? 0) + r.parts.reduce((sum, p) => sum + p.value, 0)), small = contentWidth(element) < 480;
   const most = across.most ?? Math.max(across.to ?? 0, ...ends, limit?.at ?? 0, ...rows.map((r) => r.limit ?? 0));
   const chart = figure(element, { height: 38 + top + tall * rows.length, left, right, top, bottom: 38, label: name ?? rows.map((r) => `${r.label} ${r.text ?? ""}`).join(", ") });
-  const x = across.log ? log([across.from, most], [0, chart.width], { base: across.log }) : linear([0, most], [0, chart.width]), y = band(rows.map((_, i) => i), [0, chart.height], { gap: 0.28 });
-  axis(chart, x, "bottom", { ticks: across.ticks ?? (small ? 3 : 6), ...(across.seconds === undefined ? { label: across.label, format: across.format ?? ((v) => format.number(v)) } : inSeconds(across.seconds, most)) });
+  const x = across.log ? log([across.from, most], [0, chart.width], { base: across.log }) : linear([across.from ?? 0, most], [0, chart.width]), y = band(rows.map((_, i) => i), [0, chart.height], { gap: 0.28 });
+  axis(chart, x, "bottom", { ticks: across.ticks ?? (small ? 3 : 6), ...worded(across, most) });
   axis(chart, y, "left", { format: (i) => rows[i].label });
   rows.forEach((row, i) => {
     const plot = row.key === undefined ? chart.plot : svg("g", { dataset: row.key }), one = { ...chart, plot }, end = x(ends[i]), middle = y(i) + y.width / 2;
@@ -29,7 +33,7 @@ export function bars(element, rows, { label: name, left = 112, right = 70, tall 
       if (value > 0) rect(one, x(sum), y(i), x(sum + value) - x(sum), y.width, { fill, pattern, formula, focus, round: 0 });
       sum += Math.max(0, value);
     }
-    const inside = end > chart.width - (small ? 20 : 40) && x(row.start ?? 0) > 90; // no room behind the bar
+    const inside = row.start < 0 || (end > chart.width - (small ? 20 : 40) && x(row.start ?? 0) > 90); // no room behind the bar
     const text = small ? row.text?.split(" · ")[0] : row.text, line = row.limit ?? (limit && Math.min(limit.at, most));
     if (text) label(one, text, inside ? x(row.start) - 6 : behind(end, text, line && x(line)), middle, { anchor: inside ? "end" : "start", middle: true, size: 11, weight, colour: row.tone || "ink", halo: true });
     if (row.limit) rule(one, x(row.limit), y(i) - 2, x(row.limit), y(i) + y.width + 2, { stroke: "bad" });
@@ -38,7 +42,7 @@ export function bars(element, rows, { label: name, left = 112, right = 70, tall 
   return { ...chart, x, y };
 }
 
-/** Draw a chart. `x` and `y`: { log: base or 0, nice, from, to, label, format, ticks }; without `from` and `to` they span the series, and what is
+/** Draw a chart. `x` and `y`: { log: base or 0, nice, from, to, label, unit or format, ticks }; without `from` and `to` they span the series, and what is
  *  beyond them is drawn at the edge. series: [{ name, points: [{ x, y, base, formula, shape, low, high, onclick }], colour, dash, width, steps,
  *  formula, shape, radius, dots, focus, only, area }], of which `only` has no line, `dots: false` no points, and `area` is the opacity of what is
  *  below; marks: [{ at, words or title, colour, dash, low, flat }], of which `flat` ones are at a value of y. Named series have a legend from
@@ -53,8 +57,8 @@ export function curves(element, { label: name, height = 280, left = 62, right = 
   }
   const x = scale(across, "x", 1, [inset, c.width - inset]), y = scale(up, "y", up.log ? 1.25 : 1.05, [c.height, 0]);
   const thin = (ticks) => (Array.isArray(ticks) ? ticks.filter((_, i) => i % Math.ceil(ticks.length / Math.max(2, Math.floor(c.width / 64))) === 0) : ticks);
-  axis(c, x, "bottom", { ...across, ticks: thin(across.ticks) });
-  axis(c, y, "left", up);
+  axis(c, x, "bottom", { ticks: thin(across.ticks ?? (c.width < 420 ? 3 : 7)), ...worded(across, x.domain[1]) });
+  axis(c, y, "left", { ticks: up.ticks, ...worded(up, y.domain[1]) });
   for (const s of series) {
     if (s.area) area(c, s.points, { x, y, colour: s.colour, opacity: s.area, steps: s.steps });
     if (!s.only) line(c, s.points, { x, y, colour: s.colour, dash: s.dash, width: s.width ?? 2, steps: s.steps, formula: s.formula });

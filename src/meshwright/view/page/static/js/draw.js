@@ -217,7 +217,8 @@ export function scatter(chart, points, { x, y, colour = "compute", radius = 5, s
     const kind = p.shape ?? shape, node = svg("path", { d: SHAPES[kind](p.radius ?? radius), transform: `translate(${x(p.x).toFixed(2)},${y(p.y).toFixed(2)})`, fill: kind === "cross" ? "none" : p.colour ?? colour, stroke: p.stroke ?? (kind === "cross" ? p.colour ?? colour : "surface"), "stroke-width": kind === "cross" ? 2 : 1, class: "point" });
     if (p.onclick) activate(chart, node, p.onclick, p.formula ?? p.label);
     chart.plot.append(formula(node, p.formula, { focus }));
-    if (p.label) label(chart, p.label, x(p.x) + radius + 4, y(p.y), { middle: true, size: 11, halo: true });
+    const isRight = x(p.x) > 0.85 * chart.width;
+    if (p.label) label(chart, p.label, x(p.x) + (isRight ? -1 : 1) * (radius + 4), y(p.y) + (p.down ?? 0), { anchor: isRight ? "end" : "start", middle: true, size: 11, halo: true });
     return node;
   });
 }
@@ -237,7 +238,7 @@ export function legend(items) {
 export function table(given, rows, { caption = "", name = caption, onrow = null, chosen = null, rowLabel = null } = {}) {
   const columns = given.map((one) => (typeof one === "string" ? [one, one] : one));
   const cell = ([, value, kind, about], row, first) => {
-    const found = typeof value === "function" ? value(row) : row[value], words = (kind ? (format.by[kind] ?? kind)(found) : found) ?? "–";
+    const found = typeof value === "function" ? value(row) : row[value], words = (kind && typeof found !== "string" ? (format.by[kind] ?? kind)(found) : found) ?? "–";
     const long = String(words.textContent ?? words).length > LONG_TEXT ? "text" : null;
     const node = h(first ? "th" : "td", { class: kind ? "number" : long, scope: first ? "row" : null }, words instanceof Node ? words : String(words));
     return about ? formula(node, about(row), { focus: false }) : node;

@@ -51,5 +51,8 @@ export function change(value, places = 0) {
   const text = Math.abs(100 * value).toFixed(places);
   return `${Number(text) === 0 ? "±" : value > 0 ? "+" : "−"}${text}%`;
 }
-/** The formatter for a unit as Python names it in keys: s, bytes, gib, flops, share, count. */
-export const by = { s: seconds, bytes, gib, flops, share: percent, count, rate, number, whole, plain: (value) => value };
+/** The formatter for a unit as Python names it: s, bytes, gib, flops, share, count, …; `minutes` are seconds of which a person thinks so. */
+export const by = {
+  s: seconds, bytes, gib, flops, share: percent, count, rate, number, whole, plain: (value) => value, percent: (value) => percent(value, 0),
+  change: (value) => change(value, 1), minutes: (value) => (value >= 60 && value < 3600 ? `${value / 60} min` : seconds(value)), times: (value) => `${number(value)}×`,
+};

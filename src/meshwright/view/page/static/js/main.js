@@ -1,7 +1,7 @@
 // The frame: navigation, inputs, verdict, and the views that are open. A change of the state aborts what was asked before and asks again;
 // an answer of an older state is dropped.
 
-import { clear, empty, format, h, keepFocus, panel as boxed, sentence } from "meshwright/draw.js";
+import { clear, empty, h, keepFocus, panel as boxed, sentence } from "meshwright/draw.js";
 import * as actions from "meshwright/actions.js";
 import * as inputs from "meshwright/inputs.js";
 import * as save from "meshwright/save.js";
@@ -186,7 +186,7 @@ function announce() {
   announced = found;
   verdict(parts.verdict, found);
   const data = found.data;
-  if (data?.subject) clear(parts.subject).append(h("b", null, data.subject.model), ` on ${format.whole(data.subject.gpus)} × ${data.subject.accelerator} · `, data.subject.plan);
+  if (data?.subject) clear(parts.subject).append(h("b", null, data.subject[0]), " ", data.subject[1]);
 }
 
 /** What an answer depends on, besides the options of its view. */

@@ -1,7 +1,7 @@
 // One colour and pattern for each part of the step and of memory, the same in every view.
 
 /** Parts of the step and streams. */
-const STEP = {
+export const STEP = {
   compute: { colour: "compute" }, recompute: { colour: "recompute", pattern: "hatch" }, interference: { colour: "compute", pattern: "dots" },
   tp: { colour: "tp" }, cp: { colour: "cp" }, ep: { colour: "ep" }, pp: { colour: "pp" }, dp: { colour: "dp" }, offload: { colour: "host", pattern: "cross" },
   bubble: { colour: "bubble", pattern: "hatch" }, host: { colour: "host", pattern: "dots" }, optimizer: { colour: "optimizer" }, overhead: { colour: "host" },

@@ -89,7 +89,7 @@ function compared(list, catalog) {
   const rows = [
     result("step", (d) => format.seconds(d.step_time_s)), result("likely", (d) => `${format.seconds(d.step_time_low_s)} to ${format.seconds(d.step_time_high_s)}`),
     result("MFU", (d) => format.percent(d.mfu)), result("memory", (d) => `${format.gib(d.memory_gib)} of ${format.gib(d.memory_limit_gib)}`), result("fits", (d) => (d.fits ? "yes" : "no")),
-    result("per second", (d) => `${format.count(d.tokens_per_s)} ${d.unit}`), result("per second and GPU", (d) => `${format.count(d.tokens_per_s / d.subject.gpus)} ${d.unit}`),
+    result("per second", (d) => `${format.count(d.tokens_per_s)} ${d.unit}`), result("per second and GPU", (d) => `${format.count(d.tokens_per_s / d.gpus)} ${d.unit}`),
     ...(list.every((one) => one.data) ? [] : [{ what: "error", cells: list.map((one) => NEEDS.map((view) => one[view]?.error?.what).find(Boolean) ?? "–") }]),
     ...differing.map((path) => ({ what: path, cells: list.map((_, i) => text(value(i, path))), field: true })),
   ];

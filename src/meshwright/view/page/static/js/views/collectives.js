@@ -21,7 +21,7 @@ export const view = {
       choice("Message", data.size_choices.map((s) => s.text), nearest, (size) => set({ size }))));
     element.append(stats(
       data.time_s !== null && stat("Time", format.seconds(data.time_s), { detail: bytes ? `${format.bytes(bytes)} on ${cluster}` : cluster, formula: formulas.time_s }),
-      algorithm && stat("Steps", format.whole(program ? program.steps : data.timeline.length), { detail: algorithm }),
+      algorithm && stat("Steps", format.whole(data.steps), { detail: algorithm }),
       stat("Dual", about.dual || "itself", { detail: about.dual ? "the same moves backward" : "reversed it is the same" }),
       stat("Used for", first, { detail: more.join(",") })));
     if (algorithm) {

@@ -32,8 +32,9 @@ export const view = {
     panel("Chunks behind backward", "More chunks overlap more and cost more.", h("p", null, data.chunks.formula, ".")), line);
     if (data.timeline) schedule(line, data.timeline);
     else line.append(empty("Too many actions to draw here: the timeline view has them all."));
-    const card = (c) => h("li", null, h("b", null, `Stage ${c.stage}`), [`${c.layers} layers`, `${TEXT.MiB(c.message_bytes)} per micro-batch`, `holds ${c.held} micro-batches`].map((words) => h("span", null, words)));
-    element.append(panel("Stages", "Activations flow forward, gradients backward.", h("ol", { class: "cards" }, data.cards.map(card))));
+    const sent = TEXT.MiB(data.message_bytes), about = (held) => [`${i.layers} layers`, `${sent} per micro-batch`, `holds ${held} micro-batches`];
+    const card = (held, k) => h("li", null, h("b", null, `Stage ${k + 1}`), about(held).map((words) => h("span", null, words)));
+    element.append(panel("Stages", "Activations flow forward, gradients backward.", h("ol", { class: "cards" }, data.held.map(card))));
     const ranks = i.tp > 1 ? ` on one of ${format.whole(i.tp)} tensor-parallel ranks,` : "", far = rate.flops_per_s > 2.5e15;
     element.append(panel("What this compute rate means", null, h("p", null, `A transformer layer of width ${format.whole(i.hidden)} takes ${format.flops(rate.flops)} for forward and backward${ranks} of `,
       `${format.whole(i.tokens)} tokens; in ${format.number(i.layer_ms)} ms that is ${format.flops(rate.flops_per_s)}/s. `,
