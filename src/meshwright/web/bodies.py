@@ -139,19 +139,15 @@ class FileBody(Body):
     gpus: int = Field(0, ge=0, le=MOST_DEVICES, description="data parallelism takes what is left of them")
 
 
+SHOWN: Json = {name: {"type": KINDS[type(value)], "default": value} for name, value in OPTIONS.items()}
+
+
 class ShowBody(Body):
     """A topic of `meshwright show` and its options, which the topic checks."""
 
     topic: str = ""
     options: Annotated[
-        Json,
-        WithJsonSchema(
-            {
-                "type": "object",
-                "properties": {name: {"type": KINDS[type(value)], "default": value} for name, value in OPTIONS.items()},
-                "additionalProperties": False,
-            }
-        ),
+        Json, WithJsonSchema({"type": "object", "properties": SHOWN, "additionalProperties": False})
     ] = {}
 
 
@@ -163,7 +159,6 @@ def read_question(question: Any) -> Json:
 def read_plan_file(body: Any) -> Json:
     """A plan file as JSON: its sections, each a name or a table."""
     if not isinstance(body, dict):
-        raise MeshwrightError(
-            "MW-WEB-005", f"the plan file is {kind_of(body)}", why="A table of sections is needed", valid=SECTIONS
-        )
+        what, why = f"the plan file is {kind_of(body)}", "A table of sections is needed"
+        raise MeshwrightError("MW-WEB-005", what, why=why, valid=SECTIONS)
     return body

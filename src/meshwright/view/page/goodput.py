@@ -42,16 +42,15 @@ def data(subject: Subject) -> Part:
              x={"log": 10, "label": "time between checkpoints", "unit": "minutes", "ticks": [t for t in TICKS if curve[0][0] <= t <= curve[-1][0]]},
              y={"from": least, "to": 1, "label": "goodput", "unit": "share" if least > 0.85 else "percent"},
              series=[{"points": [list(one) for one in curve], "colour": "compute", "dots": False},
-                     {"points": [[t, share, formula(t, rel)] for t, share in curve[::4]], "colour": "compute", "only": True},
+                     {"points": [[t, share, formula(t, share, rel)] for t, share in curve[::4]], "colour": "compute", "only": True},
                      {"points": [[young, useful, f"Young τ* = √(2·δ·M) = √(2 × {save} × {mtbf}) = {by_young}"]],
                       "colour": "tp", "shape": "diamond", "radius": 5, "only": True}]),
         text(f"Assumed: {'; '.join(rel.assumed)}.") if rel.assumed else None,
     )  # fmt: skip
 
 
-def formula(interval: float, rel: goodput.Reliability) -> str:
+def formula(interval: float, share: float, rel: goodput.Reliability) -> str:
     """Daly's expectation with its numbers."""
-    share = goodput.goodput(interval, rel.save, rel.restart, rel.mtbf)
     return (
         f"τ = {format_seconds(interval)}: goodput = τ/M / (e^(R/M)·(e^((τ+δ)/M) − 1)) = {share:.1%} with M = {format_seconds(rel.mtbf)}, "
         f"δ = {format_seconds(rel.save)}, R = {format_seconds(rel.restart)}"

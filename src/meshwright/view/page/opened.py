@@ -74,9 +74,6 @@ def answer(kind: str, config: Json, unread: Sequence[str] = (), problems: Sequen
     try:
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError):
-        what, why = (
-            "the file has a value that no field takes",
-            "It is a date, a number that is not finite, or a text that is not Unicode",
-        )
-        raise MeshwrightError("MW-CONF-003", what, why=why) from None
+        why = "It is a date, a number that is not finite, or a text that is not Unicode"
+        raise MeshwrightError("MW-CONF-003", "the file has a value that no field takes", why=why) from None
     return found

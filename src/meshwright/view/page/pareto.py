@@ -9,12 +9,9 @@ from meshwright.view.page.subject import Subject
 def data(subject: Subject) -> Json:
     """The plans that the search looked at closely, the front, the winner, and this plan; all times are simulated."""
     e = subject.estimate
-    mine = {
-        "step_time_s": e.walked.time,
-        "gib": float(e.cost.peak_memory[0]) / GIB,
-        "fits": e.prediction.fits,
-        "formula": f"this plan: {e.plan.title()}\n{format_seconds(e.walked.time)}, {e.prediction.memory_gib:.1f} GiB",
-    }
+    words = f"this plan: {e.plan.title()}\n{format_seconds(e.walked.time)}, {e.prediction.memory_gib:.1f} GiB"
+    place = {"step_time_s": e.walked.time, "gib": float(e.cost.peak_memory[0]) / GIB}
+    mine = place | {"fits": e.prediction.fits, "formula": words}
     candidates, best = list[Candidate](), None
     if not subject.is_provisional and subject.shared.feasible:
         ranking = subject.result.ranking
@@ -46,16 +43,10 @@ def front_of(points: list[Json]) -> list[Json]:
 
 
 def point(one: Candidate, best: bool, limit: float) -> Json:
-    return {
-        "step_time_s": one.time,
-        "gib": one.memory / GIB,
-        "title": one.plan.title(),
-        "strategy": one.strategy,
-        "plan": one.plan.as_dict(),
-        "best": best,
-        "fits": one.memory <= limit,
-        "formula": f"{one.strategy}: {one.plan.title()}\n{format_seconds(one.time)}, {one.memory / GIB:.1f} of {limit / GIB:.0f} GiB",
-    }
+    place = {"step_time_s": one.time, "gib": one.memory / GIB, "fits": one.memory <= limit, "best": best}
+    plan = {"title": one.plan.title(), "strategy": one.strategy, "plan": one.plan.as_dict()}
+    size = f"{one.memory / GIB:.1f} of {limit / GIB:.0f} GiB"
+    return place | plan | {"formula": f"{one.strategy}: {plan['title']}\n{format_seconds(one.time)}, {size}"}
 
 
 def note(front: list[Json]) -> str:

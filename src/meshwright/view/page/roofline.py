@@ -21,19 +21,14 @@ SIZES = [10.0 ** (k / 4) for k in range(4, 43)]  # bytes of the curves: 10 B to 
 def data(subject: Subject) -> dict[str, Any]:
     """Levels with their curves, the plan's collectives as points, measured points, and the roofline of the step."""
     e = subject.estimate
-    levels = [level(e, k) for k in range(len(e.cluster.levels))]
-    roof = e.roofline
+    roof, levels = e.roofline, [level(e, k) for k in range(len(e.cluster.levels))]
+    step = {"level": roof.level, "regime": roof.regime, "advice": list(roof.advice)}
     return {
         "levels": levels,
         "points": [point(e, m) for m in e.messages],
         "measured": measured(e),
         "calibrated": e.cluster.source,
-        "step": {
-            "level": roof.level,
-            "regime": roof.regime,
-            "advice": list(roof.advice),
-            "ceilings": [ceiling(c.as_dict(), e) for c in roof.ceilings],
-        },
+        "step": step | {"ceilings": [ceiling(c.as_dict(), e) for c in roof.ceilings]},
         "note": note(e),
     }
 
@@ -53,20 +48,21 @@ def level(e: Estimate, k: int) -> dict[str, Any]:
 
 
 def point(e: Estimate, m: Message) -> dict[str, Any]:
-    """One collective: what it sends through its level, how fast, and what bounds it."""
-    ceiling = e.cluster.device_bandwidth(m.level)
-    share = m.rate / ceiling
-    return {
-        **values_of(m, "name", "axis", "operation", "algorithm", "ranks", "level"),
+    """One collective: what it sends through its level, how fast, and its share of the ceiling."""
+    ceiling, step = e.cluster.device_bandwidth(m.level), m.count * m.seconds
+    sizes = {
         "buffer_bytes": m.size,
         "sent_bytes": m.sent,
-        "step_seconds": m.count * m.seconds,
+        "step_seconds": step,
         "rate": m.rate,
-        "share": share,
-        "formula": f"{m.name} ({m.axis}): {m.operation} of {format_decimal_bytes(m.size)} over {m.ranks} ranks, {m.algorithm}\n"
-        f"{format_decimal_bytes(m.sent)} through {e.cluster.levels[m.level].name} / {format_seconds(m.seconds)} = {format_rate(m.rate)}, "
-        f"{share:.0%} of {format_rate(ceiling)}\n{m.count:,.0f} calls per step = {format_seconds(m.count * m.seconds)}",
+        "share": m.rate / ceiling,
     }
+    words = (
+        f"{m.name} ({m.axis}): {m.operation} of {format_decimal_bytes(m.size)} over {m.ranks} ranks, {m.algorithm}\n"
+        f"{format_decimal_bytes(m.sent)} through {e.cluster.levels[m.level].name} / {format_seconds(m.seconds)} = {format_rate(m.rate)}, "
+        f"{m.rate / ceiling:.0%} of {format_rate(ceiling)}\n{m.count:,.0f} calls per step = {format_seconds(step)}"
+    )
+    return values_of(m, "name", "axis", "operation", "algorithm", "ranks", "level") | sizes | {"formula": words}
 
 
 def measured(e: Estimate) -> list[dict[str, Any]]:

@@ -24,15 +24,9 @@ def data(subject: Subject) -> Json:
     """Both curves of this plan, the best plans of some sizes, and the count at which the network between nodes takes over."""
     e = subject.estimate
     strong, weak = subject.shared.once("scaling", lambda: [curve(e, grows) for grows in (False, True)])
-    takes_over = crossing(strong)
-    return {
-        "unit": e.model.unit,
-        "strong": strong,
-        "weak": weak,
-        "best": [] if subject.is_provisional else best_plans(subject),
-        "takes_over": takes_over,
-        "note": note(strong, takes_over),
-    }
+    takes_over, best = crossing(strong), [] if subject.is_provisional else best_plans(subject)
+    curves = {"unit": e.model.unit, "strong": strong, "weak": weak, "best": best}
+    return curves | {"takes_over": takes_over, "note": note(strong, takes_over)}
 
 
 def curve(e: Estimate, grows: bool) -> list[Json]:
