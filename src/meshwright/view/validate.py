@@ -240,7 +240,7 @@ def ratios(title: str, groups: Mapping[str, np.ndarray]) -> list[Part]:
         low, *marks = np.clip(np.exp(np.quantile(values, QUANTILES)), *REACH).tolist()
         words = f"{name}: median {np.exp(np.median(values)):.2f}×"
         pieces = [
-            piece(after - before, look, words, share)
+            piece(after - before, look, words, name=share)
             for (share, look), before, after in zip(SHARES, (low, *marks), marks, strict=False)
         ]
         rows.append(

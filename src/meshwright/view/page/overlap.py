@@ -28,12 +28,15 @@ def data(subject: Subject) -> Part:
     for k, name in enumerate(legal):
         parts = grouped({key: float(program.batch.full(seconds)[k]) for key, seconds in cost.exposed.items()})
         named = ((key, s, part_name(key)) for key, s in parts.items())
-        pieces = [piece(s, key, f"{name}: {words} {format_seconds(s)}", words) for key, s, words in named]
+        pieces = [piece(s, key, f"{name}: {words} {format_seconds(s)}", name=words) for key, s, words in named]
         rows.append({"label": name, "text": format_seconds(float(cost.time[k])), "parts": pieces})
     for one in by_axis(e):
-        sides = (("exposed", one["exposed_s"], None), ("hidden behind compute", one["hidden_s"], "hatch"))
+        sides = (
+            ("exposed", one["exposed_s"], dict[str, str]()),
+            ("hidden behind compute", one["hidden_s"], {"pattern": "hatch"}),
+        )
         formula = f"{one['name']}, {{}}: {{}}\n{one['formula']}".format
-        pieces = [piece(s, one["axis"], formula(words, format_seconds(s)), "", hatch) for words, s, hatch in sides]
+        pieces = [piece(s, one["axis"], formula(words, format_seconds(s)), **look) for words, s, look in sides]
         hidden.append({"label": one["name"], "text": f"{one['hidden_s'] / one['total_s']:.0%} hidden", "parts": pieces})
     return view(
         panel("", WORDS.format(", ".join(now) or "nothing")),

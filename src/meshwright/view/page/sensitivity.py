@@ -31,7 +31,7 @@ def bar(row: Sensitivity, word: str, value: float | None) -> Part:
     changes = [f"{side} {SHARE:.0%}: {x:+.1%}" for side, x in (("less", row.less), ("more", row.more)) if x is not None]
     words = f"{row.what}, {', '.join(changes)} throughput{'; ' + row.note if row.note else ''}"
     name, look = (f"{SHARE:.0%} {word}: slower", "tp") if value < 0 else (f"{SHARE:.0%} {word}: faster", "compute")
-    shown = piece(abs(value), look, words, name, "hatch" if word == "less" else None)
+    shown = piece(abs(value), look, words, name=name, **({"pattern": "hatch"} if word == "less" else {}))
     return out | {"text": f"{value:+.1%}".replace("-", "−"), "start": min(0.0, value), "parts": [shown]}
 
 

@@ -59,9 +59,9 @@ def row(*cells: Any, **more: Any) -> Part:
     return {"cells": list(cells), **more}
 
 
-def piece(value: float, look: str, formula: str, name: str = "", pattern: str | None = None) -> Part:
-    """A piece of a bar; its look is a colour, or a part of the step. Named ones are in the legend."""
-    return {"value": value, "look": look, "formula": formula, "name": name, "pattern": pattern}
+def piece(value: float, look: str, formula: str, **more: str) -> Part:
+    """A piece of a bar; its look is a colour, or a part of the step; `more` are its pattern, and its name in the legend."""
+    return {"value": value, "look": look, "formula": formula, **more}
 
 
 def chart(title: str, x: Part, y: Part, series: list[Part]) -> list[Part]:

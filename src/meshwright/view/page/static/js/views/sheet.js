@@ -60,6 +60,6 @@ function bars(box, { rows: given, ...more }) {
   const rows = given.map((row) => ({ ...row, label: short(row.label), parts: row.parts.map(piece) }));
   const longest = (key) => Math.max(0, ...rows.map((row) => (row[key] ?? "").split(small ? " · " : "\n")[0].length)), named = new Map(rows.flatMap((row) => row.parts.map((one) => [one.name, one])));
   charts.bars(box, rows, { left: 16 + 6.6 * longest("label"), right: 12 + 6.4 * longest("text"), ...more });
-  named.delete("");
+  named.delete(undefined);
   if (named.size) box.append(legend([...named.values()].map(({ name, colour, pattern }) => ({ label: name, colour, pattern }))));
 }
