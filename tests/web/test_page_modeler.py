@@ -63,7 +63,7 @@ def test_the_modeler_shows_both_values_and_applies_its_advice(server: str, open_
 def test_the_modeler_takes_own_numbers(server: str, open_page: Open) -> None:
     """A hidden size that is no power of two, tensor parallelism, and bytes of one's own; a size of zero is refused at the field."""
     page = open_page(server + "/#view=modeler")
-    hidden = page.get_by_label("Hidden size")
+    hidden = page.locator("#view").get_by_label("Hidden size")
     hidden.fill("12288")
     hidden.press("Enter")
     shows(page, "96 MiB", "#view table")
