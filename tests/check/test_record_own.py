@@ -1,14 +1,17 @@
 """Our own trainer under the recorder: its pieces say what a rank holds, and its step program which collectives there must be."""
 
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import ranks
 from meshwright.check.compare import compare
 from meshwright.check.expected import against_plan, between_members
 from meshwright.check.folder import Recording
+from meshwright.check.page import findings_page
 from meshwright.check.recorder import StepRecorder
 from meshwright.describe.config import Config, configure
 from meshwright.parallel.apply import apply
@@ -64,3 +67,9 @@ def test_our_trainer_equals_one_device(tmp_path: Path, plan: dict[str, Any]) -> 
     steps = many.step(1)
     assert list(between_members(many, steps)) == []
     assert [f for f in against_plan(many, steps, config) if f.kind != "note"] == []
+    for settings, verdict in (("", "the ranks issue the same"), ("plan.toml", "the collectives that must be there")):
+        printed = Console(width=200, record=True, file=StringIO())
+        printed.print(findings_page(many, 1, [], settings))
+        shown = printed.export_text()
+        assert f"✓ {verdict}" in shown
+        assert ("no rank issues" in shown) == (not settings)

@@ -16,7 +16,7 @@ from meshwright.planner.advice.infeasible import fits, other
 from meshwright.planner.advice.reasons import reasons
 from meshwright.planner.advice.sensitivity import changed, links, resized
 from meshwright.planner.api import run
-from meshwright.planner.question import Question, read, read_headroom, split_settings, words
+from meshwright.planner.question import Question, read, read_share, split_settings, words
 from meshwright.predict.estimate import estimate
 from planner.spaces import DENSE, MOE, cluster, space
 
@@ -255,9 +255,9 @@ def test_context_parallelism_of_unequal_stages_is_explained():
 @pytest.mark.parametrize("text", ["110%", "-1%", "much", "1.0"])
 def test_headroom_is_parsed(text):
     with pytest.raises(MeshwrightError) as refused:
-        read_headroom(text)
+        read_share(text)
     assert refused.value.code == "MW-PLANNER-006"
-    assert read_headroom("10%") == read_headroom(0.1) == read_headroom("0.1") == pytest.approx(0.1)
+    assert read_share("10%") == read_share(0.1) == read_share("0.1") == pytest.approx(0.1)
 
 
 def test_settings_of_searched_fields_are_constraints():

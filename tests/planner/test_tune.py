@@ -259,6 +259,8 @@ def test_an_interrupted_run_is_tried_once_more(folder, capsys):
         (["tune", "plan.toml", "--", sys.executable, "{settings}", "{step}"], "MW-TUNE-002"),
         (["tune", "plan.toml", "--time", "took ([0-9", "--", sys.executable, "{settings}"], "MW-TUNE-006"),
         (["tune", "plan.toml", "--time", "took (?P<hours>[0-9]+)", "--", sys.executable, "{settings}"], "MW-TUNE-006"),
+        (["tune", "plan.toml", "--time", "took ([0-9]+) ms", "--", sys.executable, "{settings}"], "MW-TUNE-006"),
+        (["tune", "plan.toml", "--gain", "5", "--", sys.executable, "{settings}"], "Fix: --gain 10%"),
         (words("all=silent"), "MW-TUNE-003"),
         (words("all=crash"), "MW-TUNE-008"),
         (["tune", "missing.toml"], "MW-CONF-004"),

@@ -86,6 +86,6 @@ def data_of(folders: Mapping[str, Path], reference: str = "") -> Json:
 def findings(recording: Recording) -> Json:
     """The collectives of the last step of one recording beside those of its other ranks."""
     step = recording.steps - 1
-    shown = findings_page(recording, step, list(between_members(recording, recording.step(step))), "the other ranks")
+    shown = findings_page(recording, step, list(between_members(recording, recording.step(step))))
     lines: Sequence[Json] = parts_of(shown)
     return {"title": "One recording", "reference": "", "lanes": [], "modules": [], "first": None, "parts": lines}

@@ -65,13 +65,19 @@ def strip(comparison: RunComparison) -> RenderableType:
     return rows
 
 
+MISSING_ON_ALL = "A collective that no rank issues is found only with the settings of the run."
+
+
 def findings_page(
-    recording: Recording, step: int, findings: Sequence[CollectiveFinding], against: str
+    recording: Recording, step: int, findings: Sequence[CollectiveFinding], settings: str = ""
 ) -> RenderableType:
     """The collectives of a step beside those of the other ranks, and of the plan of the settings if there are any."""
     serious = [finding for finding in findings if finding.kind != "note"]
     sign, style = SIGNS["differs" if serious else "equal within rounding"]
-    verdict = counted(len(serious), "finding") if serious else "the collectives that must be there are there"
+    complete = "the collectives that must be there are there" if settings else "the ranks issue the same collectives"
+    verdict = counted(len(serious), "finding") if serious else complete
+    against = settings or "the other ranks"
     lines = [Text.assemble((f"{sign}{verdict}", style), f"  {about(recording)}, step {step}, beside {against}")]
+    lines += [Text(f"  {MISSING_ON_ALL}", "dim")] * (not settings)
     lines += [Text(f"  {finding}", "" if finding.kind == "note" else "red") for finding in findings]
     return Group(*lines)

@@ -143,7 +143,7 @@ def collectives_command(
         cluster = cluster or ("dgx-h100" if is_settings_file(settings) else "")  # no time is asked: any cluster does
         config = configure(model, cluster, plan=settings, gpus=gpus or many.world, set=set)
         findings += against_plan(many, steps, config)
-    shown = findings_page(many, min(step, many.steps - 1), findings, settings or "the other ranks")
+    shown = findings_page(many, min(step, many.steps - 1), findings, settings)
     present(shown, {"findings": [vars(finding) for finding in findings]}, as_json)
     raise SystemExit(any(finding.kind != "note" for finding in findings))
 

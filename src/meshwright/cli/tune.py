@@ -45,7 +45,7 @@ def command(
     earlier runs say of similar plans. It ends when no run is expected to save 1% of a step. Without a command our trainer runs the candidates;
     otherwise the words after --, with {settings}, {arguments}, {steps}, {folder} and {world} filled in. A run that fails or ends at its time limit
     is a result too: one that runs out of memory says how far memory predictions can be trusted. The same call continues an earlier one."""
-    from meshwright.planner.question import read_headroom
+    from meshwright.planner.question import read_share
     from meshwright.planner.tune import session
     from meshwright.planner.tune.candidates import candidates as candidates_of
     from meshwright.planner.tune.candidates import configuration
@@ -56,7 +56,7 @@ def command(
     target = target_framework(framework, plan)
     if pattern:
         compiled(pattern)
-    read_headroom(gain)  # raises before anything runs
+    read_share(gain, "--gain")  # raises before anything runs
     runner = Command(tuple(command) or own_command(device), target, steps, parse_seconds(timeout), pattern).checked()
     question: dict[str, Any] = {**asked}
     if not target and not asked["stack"]:
@@ -86,7 +86,7 @@ def command(
 
 def measure(tuning: Tuning, unfinished: list[int], runner: Command, runs: int, gain: str, as_json: bool) -> str:
     """Run candidates until none is expected to gain enough; why it ended."""
-    from meshwright.planner.question import read_headroom
+    from meshwright.planner.question import read_share
     from meshwright.planner.tune import session
     from meshwright.view import tune as view
 
@@ -96,7 +96,7 @@ def measure(tuning: Tuning, unfinished: list[int], runner: Command, runs: int, g
         if proposed is None:
             return "all candidates were run"
         number, expected = proposed
-        if expected < read_headroom(gain) and tuning.best and not interrupted:
+        if expected < read_share(gain, "--gain") and tuning.best and not interrupted:
             return f"no run is expected to gain {gain} (largest: {expected:.2%})"
         report(as_json, view.before(tuning, number, expected))
         with patient(f"run {len(tuning.trials) + 1}", measurable=False):

@@ -57,8 +57,8 @@ def steps_in(text: str, config: Config, pattern: str = "") -> LoggedSteps:
     text = COLORS.sub("", text)
     if pattern:
         regex = compiled(pattern)
-        unit = next(iter(regex.groupindex), "s")
-        seconds = [seconds_of(unit, match[unit if regex.groupindex else 1], config) for match in regex.finditer(text)]
+        (unit,) = regex.groupindex
+        seconds = [seconds_of(unit, match[unit], config) for match in regex.finditer(text)]
         return LoggedSteps(without_warmup(seconds), *memory_in(text))
     if (known := json_line(text)) is not None:
         return known
@@ -76,7 +76,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
         regex = re.compile(pattern)
     except re.error as error:
         raise MeshwrightError("MW-TUNE-006", f"--time is not a regular expression: {error}", fix=example) from None
-    if regex.groups != 1 or not set(regex.groupindex) <= set(UNITS):
+    if regex.groups != 1 or not set(regex.groupindex) & set(UNITS):
         raise MeshwrightError(
             "MW-TUNE-006", "--time needs one group, around the number, named after its unit", valid=UNITS, fix=example
         )

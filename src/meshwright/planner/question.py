@@ -78,7 +78,7 @@ def read(
     if "plan.offload" in config.origins:  # the given plan decides
         options = replace(options, offload=False)
     config = config.but(assumed=assumptions(config, asked.get("stack")))
-    return Question(config, base, options, read_headroom(headroom), target)
+    return Question(config, base, options, read_share(headroom), target)
 
 
 def base_plan(config: Config) -> Plan:
@@ -144,13 +144,13 @@ def _word(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def read_headroom(text: str | float) -> float:
+def read_share(text: str | float, option: str = "--memory-headroom") -> float:
     """A share from "10%", "0.1" or 0.1."""
     try:
         value = float(text[:-1]) / 100 if isinstance(text, str) and text.strip().endswith("%") else float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        what = f"memory headroom {str(text)[:40]!r} is not a share"
-        raise MeshwrightError("MW-PLANNER-006", what, valid=["0%", "5%", "10%", "0.1"], fix="--memory-headroom 10%")
+        what = f"{option[2:].replace('-', ' ')} {str(text)[:40]!r} is not a share"
+        raise MeshwrightError("MW-PLANNER-006", what, valid=["0%", "5%", "10%", "0.1"], fix=f"{option} 10%")
     return value
