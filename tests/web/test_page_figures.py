@@ -141,6 +141,32 @@ def test_a_cell_of_the_map_becomes_the_plan(server: str, open_page: Open) -> Non
     assert page.url != before
 
 
+def test_parts_offer_choices_formulas_and_changes(server: str, open_page: Open) -> None:
+    """What Python lists as parts can be used: a choice is an option of the view, a number and a bar say their formula, a row becomes the plan."""
+    page = open_page(f"{server}/{fragment(view='goodput', **STATE)}")
+    settled(page)
+    page.get_by_label("Time between failures").select_option("3h")
+    until(page, "location.hash.includes('3h')")
+    page.locator(".stat", has_text="Failure every").filter(has_text="3 h").wait_for()
+    page.locator(".stat", has_text="Save every").focus()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Shift+Tab")
+    assert "Daly τ* =" in page.locator("#tip").inner_text()
+    visit(page, "sensitivity")
+    settled(page)
+    page.locator(".view[data-name=sensitivity] rect.has-tip").first.hover()
+    assert "throughput" in page.locator("#tip").inner_text()
+    visit(page, "leaders")
+    settled(page)
+    leaders = page.locator(".view[data-name=leaders]")
+    assert leaders.locator(".columns > .panel").count() == 2  # why the winner leads, beside what differs
+    row = leaders.locator("tbody tr:not(.chosen)").first
+    title = row.locator("th").inner_text()
+    row.get_by_role("button", name=f"Use {title}").click()
+    until(page, f"document.querySelector('.view[data-name=leaders] tr.chosen th')?.innerText === {json.dumps(title)}")
+    assert leaders.locator("tr.chosen").count() == 1
+
+
 def test_a_collective_plays_step_by_step(server: str, open_page: Open) -> None:
     options = {"operation": "all-reduce", "algorithm": "ring", "ranks": 4}
     page = open_page(f"{server}/{fragment(view='collectives', options__collectives=options, **STATE)}")
