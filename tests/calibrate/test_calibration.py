@@ -362,6 +362,17 @@ def test_bench_without_pairs_or_without_files_is_refused(capsys) -> None:
     assert "MW-CALIB-002" in capsys.readouterr().err
 
 
+def test_results_of_different_clusters_are_refused() -> None:
+    one_host, two_hosts = (
+        synthetic.bench(synthetic.cluster(*levels)) for levels in (((4, 1e-5, 2e9),), ((2, 1e-5, 2e9), (2, 1e-3, 2e7)))
+    )
+    with pytest.raises(MeshwrightError, match=r"MW-CALIB-009.*4 ranks on 1 host \(cpu\), and 4 ranks on 2 hosts"):
+        calibrate([one_host, two_hosts])
+    with pytest.raises(MeshwrightError, match="MW-CALIB-009"):
+        calibrate([two_hosts, two_hosts.but(ranks=tuple(info.but(device="NVIDIA L4") for info in two_hosts.ranks))])
+    assert "from 6 pairs in 1 unit of 4 ranks" in " ".join(calibrate([one_host, one_host]).notes)
+
+
 @pytest.mark.parametrize(
     ("points", "factor", "refused"), [(4, 1, "4 points of 4 sizes"), (5, 1, ""), (8, 500, "not both between")]
 )

@@ -37,7 +37,7 @@ from meshwright.describe.cluster import MOST_MEASURED, Cluster, Collectives, Lev
 from meshwright.describe.config import load_cluster
 from meshwright.describe.toml_values import table
 from meshwright.errors import MeshwrightError
-from meshwright.units import format_bytes, format_rate, format_seconds
+from meshwright.units import counted, format_bytes, format_rate, format_seconds
 
 GROUPS = {False: "inside a node", True: "between nodes"}
 LARGEST_HOST = 16  # devices of one host (DGX-2)
@@ -101,6 +101,8 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
             "MW-CALIB-002", "there is no bench result to calibrate from", fix="meshwright calibrate bench.json"
         )
     main = max(benches, key=lambda bench: (bench.tool != NCCL_TESTS, bench.world))
+    for bench in benches:
+        check_same_cluster(main, bench)
     expected = load_cluster(expect) if expect else best_match(main)
     backend = library_backend(main)
     # nccl-tests has no transfers of single pairs, so the links are the catalog's
@@ -121,6 +123,22 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
         *about_device,
     ]
     return Calibration(calibrated, levels, factors, series, *of_algorithms, expected, judged, notes)
+
+
+def check_same_cluster(main: Bench, bench: Bench) -> None:
+    """Raise if two results are of different devices, or of as many ranks on another number of hosts: one fit would mix two networks."""
+    devices = [sorted({info.device for info in b.ranks}) for b in (main, bench)]
+    if devices[0] != devices[1] or (bench.world == main.world and len(bench.hosts) != len(main.hosts)):
+        one, other = (
+            f"{counted(b.world, 'rank')} on {counted(len(b.hosts), 'host')} ({', '.join(names)})"
+            for b, names in zip((main, bench), devices, strict=True)
+        )
+        raise MeshwrightError(
+            "MW-CALIB-009",
+            f"the results are of different clusters: {one}, and {other}",
+            why="One fit would mix two networks",
+            fix="calibrate each cluster by its own results",
+        )
 
 
 def check_nodes(bench: Bench, cluster: Cluster) -> None:
@@ -279,7 +297,7 @@ def notes_of(bench: Bench, levels: list[FoundLevel], expected: Cluster, backend:
         units = len(level.units)
         text = (
             f"{level.name}: α {format_seconds(level.line.alpha)}, {format_rate(level.line.bandwidth)} a pair, "
-            f"from {level.pairs} pairs in {units} unit{'s' * (units > 1)} of {len(level.units[0])} ranks"
+            f"from {counted(level.pairs, 'pair')} in {counted(units, 'unit')} of {counted(len(level.units[0]), 'rank')}"
         )
         if level.shared:
             text += (
