@@ -224,6 +224,15 @@ def test_hostile_records_run_nothing_and_raise_one_error(tmp_path):
         read_folder(folder / "rank_0")
 
 
+def test_the_rank_is_the_number_after_the_word_or_the_last_number(tmp_path):
+    for number, file in enumerate(sorted((RECORDS / "order").glob("*rank*"))):
+        shutil.copy(file, tmp_path / f"nccl_trace_rank_{number}_pid_99{number}_2026.bin")
+    (tmp_path / "dump-7-stack-1.txt").write_text("Thread 0x1 (most recent call first):\n")
+    folder = read_folder(tmp_path)
+    assert sorted(folder.records) == list(range(len(folder.records)))
+    assert list(folder.stacks) == [1]
+
+
 def test_notes_beyond_those_shown_are_counted(tmp_path, capsys):
     shutil.copytree(RECORDS / "order", tmp_path, dirs_exist_ok=True)
     for number in range(SHOWN + 5):

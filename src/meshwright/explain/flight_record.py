@@ -6,8 +6,8 @@ torch writes a record in three ways. All hold the same fields:
     _dump_fr_trace()              the same pickle, called in the process, for gloo and other backends too
     _dump_fr_trace_json()         JSON, without stack frames
 
-Pickles are read as data (`pickle_data`). The kind of a file is known by its first bytes, its rank by the last number in its name, as in
-torch's own analyser. What differs between versions of torch is translated here: `seq_id` became `collective_seq_id`, the list of members
+Pickles are read as data (`pickle_data`). The kind of a file is known by its first bytes, its rank by the number after "rank" in its
+name (rank_3_pid_812), else by the last one. What differs between versions of torch is translated here: `seq_id` became `collective_seq_id`, the list of members
 is a text, JSON has no frames. gloo records neither members nor the times of start and end; its calls are `retired` once they are done.
 """
 
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from meshwright.describe.files import check_depth
 from meshwright.errors import MeshwrightError, printable
+from meshwright.explain.reader import NUMBERED
 from meshwright.pickle_data import UnreadPickle, parse
 
 LARGEST_RECORD = 256 * 2**20  # bytes; a record of 2,000 calls with stacks has 2 to 5 MB
@@ -149,7 +150,8 @@ def _read_file(path: Path, found: FlightFolder) -> None:
     except OSError as error:
         found.notes.append(f"{path.name}: {error.strerror}")
         return
-    numbers = re.findall(r"\d+", path.name)
+    after_word = NUMBERED.search(path.name)
+    numbers = [after_word[1]] if after_word else re.findall(r"\d+", path.name)
     text = "" if data[:1] in (b"\x80", b"{") else data.decode("utf-8", "replace")
     is_stack = "most recent call first" in text or bool(re.search(r"^Thread \S+ \(", text, re.MULTILINE))
     if (text and not is_stack) or not data:
