@@ -6,9 +6,10 @@ torch writes a record in three ways. All hold the same fields:
     _dump_fr_trace()              the same pickle, called in the process, for gloo and other backends too
     _dump_fr_trace_json()         JSON, without stack frames
 
-Pickles are read as data (`pickle_data`). The kind of a file is known by its first bytes, its rank by the number after "rank" in its
-name (rank_3_pid_812), else by the last one. What differs between versions of torch is translated here: `seq_id` became `collective_seq_id`, the list of members
-is a text, JSON has no frames. gloo records neither members nor the times of start and end; its calls are `retired` once they are done.
+Pickles are read as data (`pickle_data`). The kind of a file is known by its first bytes, its rank by the number after "rank" in its name
+(rank_3_pid_812), else by the last one. What differs between versions of torch is translated here: `seq_id` became `collective_seq_id`, the
+list of members is a text, JSON has no frames. gloo records neither members nor the times of start and end; its calls are `retired` once
+they are done.
 """
 
 import json
