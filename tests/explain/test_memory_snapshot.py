@@ -202,9 +202,10 @@ def test_a_snapshot_beside_a_trace_is_on_its_page(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "Where the step went" in shown
     assert "activations" in shown
-    rows = json.loads(re.search(r'"memory":\s*(\[{.*?}\])', page.read_text())[1])
-    assert sum(row["gib"] for row in rows) == pytest.approx(64 / 1024)
-    assert all(row["predicted_gib"] > 0 for row in rows if row["category"] in ("parameters", "activations"))
+    rows = re.search(r'"columns":\s*\[\["category".*?"rows":\s*(\[.*?\}\])', page.read_text())[1]
+    held = {category: numbers for category, *numbers in (row["cells"] for row in json.loads(rows))}
+    assert sum(gib for gib, _ in held.values()) == pytest.approx(64 / 1024)
+    assert all(held[category][1] > 0 for category in ("parameters", "activations"))
 
 
 def test_bad_files_raise_one_error(tmp_path, monkeypatch):
