@@ -1,6 +1,7 @@
 """The views of the page, in the order of its navigation: one line per view.
 
-A view is a module of this folder with `data(subject) -> dict` and a module of the same name below `static/js/views/` that draws the data.
+A view is a module of this folder with `data(subject) -> dict`: its parts (`view.page.sheet`), or data that a module of the same name below
+`static/js/views/` draws.
 `cheap` views follow from the estimate of one plan and are repainted at once; `slow` ones need many estimates; `search` views need the planner
 and appear first provisionally (the timeline with the schedule of the plan alone). Modules are imported when a view is first asked for.
 """

@@ -15,7 +15,8 @@ const worded = ({ label, unit = "number", format: own, log }, most) => (unit ===
 /** Where the text of a bar begins: behind its end, or behind a limit line that would cross the text. */
 const behind = (end, text, line) => 6 + (line > end && line < end + 12 + 6.4 * text.length ? line : end);
 
-/** Draw rows [{ label, start = 0, parts: [{ value, colour, pattern, formula }], text, tone, limit, key }]: parts follow each other, `text` stands at their end.
+/** Draw rows [{ label, start = 0, parts: [{ value, colour, pattern, formula, name }], text, tone, limit, key }]: parts follow each other, `text` stands
+ *  at their end, names in a legend.
  *  `x`: { label, unit or format, ticks, log: base, from, to (at least), most (exactly) }; `limit`: { at, words } is a dashed line; a row's own
  *  limit a short one. `key` groups what belongs to a row. */
 export function bars(element, rows, { label: name, left = 112, right = 70, tall = 26, x: across = {}, limit = null, top = 12, weight = null, focus = true }) {
@@ -39,6 +40,10 @@ export function bars(element, rows, { label: name, left = 112, right = 70, tall 
     if (row.limit) rule(one, x(row.limit), y(i) - 2, x(row.limit), y(i) + y.width + 2, { stroke: "bad" });
   });
   if (limit) threshold(chart, x(Math.min(limit.at, most)), limit.words);
+  const named = new Map(rows.flatMap((row) => row.parts.filter((p) => p.name && p.value > 0).map((p) => [p.name, p])));
+  const items = [...named.values()].map(({ name: words, colour, pattern }) => ({ label: words, colour, pattern }));
+  if (rows.some((row) => row.limit)) items.push({ label: "limit of the GPU", colour: "bad", shape: "line" });
+  if (items.length > 1) element.append(legend(items));
   return { ...chart, x, y };
 }
 

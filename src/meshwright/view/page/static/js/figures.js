@@ -70,8 +70,6 @@ function lines(element, d) {
 function bars(element, d) {
   const small = element.clientWidth < 480, rows = d.rows.map((r) => (small && r.text ? { ...r, text: r.text.split(/ on | · /)[0] } : r)), longest = (key) => Math.max(0, ...rows.map((r) => (r[key] ?? "").length));
   drawBars(element, rows, { left: Math.min(small ? 146 : 200, 16 + 6.6 * longest("label")), right: 12 + 6.4 * longest("text"), tall: 30, top: d.limit ? 20 : 8, x: { ...scale(d.x), ticks: d.x.ticks ?? (small ? 3 : 5) }, limit: d.limit, label: d.label || undefined });
-  const parts = new Map(rows.flatMap((r) => r.parts.map((p) => [p.name, p])));
-  if (parts.size > 1) element.append(legend([...parts.values()].map((p) => ({ label: p.name, colour: p.colour, pattern: p.pattern }))));
 }
 
 /** Compute and messages of several ways under each other. */

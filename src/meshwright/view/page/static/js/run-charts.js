@@ -140,11 +140,11 @@ function curve(box, { title, key, lines, text, evaluated = "", expected = null, 
 /** Exposed seconds of the busiest rank by part, measured (in the colour of the run) and predicted (hatched). */
 export function parts(element, runs, named) {
   const box = element.appendChild(panel("By part of the step", runs.map(({ run }) => `${named ? `${run.name}: ` : ""}rank ${run.parts.communication.busiest_rank}, the busiest, mean of ${run.parts.communication.steps} steps`).join("; ") + ". Hatched: predicted."));
-  const of = (c, name) => [c.exposed_s[name] ?? 0, c.predicted_exposed_s[name] ?? 0], all = runs.map(({ run }) => run.parts.communication);
+  const of = (c, name) => [c.exposed_s[name] ?? 0, c.predicted_exposed_s[name] ?? 0], all = runs.map(({ run }) => run.parts.communication), sides = ["measured", "predicted"];
   const names = [...new Set(all.flatMap((c) => [...Object.keys(c.exposed_s), ...Object.keys(c.predicted_exposed_s)]))].filter((name) => all.some((c) => of(c, name).some(Boolean)));
-  const rows = names.flatMap((name) => runs.flatMap(({ run, colour }, k) => of(run.parts.communication, name).map((value, predicted) => ({ label: k || predicted ? "" : part.NAMES[name] ?? name, text: value ? format.seconds(value) : "", parts: [{ value, colour, pattern: predicted ? "hatch" : null, formula: `${part.NAMES[name] ?? name}, ${predicted ? "predicted" : "measured"}${runs.length > 1 ? ` in ${run.name}` : ""}: ${format.seconds(value)}` }] }))));
+  const rows = names.flatMap((name) => runs.flatMap(({ run, colour }, k) => of(run.parts.communication, name).map((value, predicted) => ({ label: k || predicted ? "" : part.NAMES[name] ?? name, text: value ? format.seconds(value) : "",
+    parts: [{ value, colour, pattern: predicted ? "hatch" : null, name: `${named ? `${run.name}, ` : ""}${sides[predicted]}`, formula: `${part.NAMES[name] ?? name}, ${sides[predicted]}${runs.length > 1 ? ` in ${run.name}` : ""}: ${format.seconds(value)}` }] }))));
   bars(box, rows, { left: element.clientWidth < 480 ? 96 : 130, tall: 18, focus: false, x: { label: "", unit: "s" }, label: rows.map((r) => r.parts[0].formula).join("; ") });
-  box.append(legend(runs.flatMap(({ run, colour }) => [{ label: named ? `${run.name}, measured` : "measured", colour }, { label: named ? `${run.name}, predicted` : "predicted", colour, pattern: "hatch" }])));
 }
 
 const FILL = { F: "forward", B: "backward", I: "input-gradient", W: "weight", optimizer: "optimizer", overhead: "host" };

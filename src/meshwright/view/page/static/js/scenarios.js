@@ -2,7 +2,7 @@
 // They are in the address (up to eight) and in a file. The charts of all scenarios light up together.
 
 import { bars } from "meshwright/charts.js";
-import { button, clear, format, h, legend, panel, table } from "meshwright/draw.js";
+import { button, clear, format, h, panel, table } from "meshwright/draw.js";
 import { toast } from "meshwright/notice.js";
 import * as part from "meshwright/parts.js";
 import * as save from "meshwright/save.js";
@@ -74,8 +74,6 @@ function chart(box, title, list, unit, partsOf, text, limitOf = () => 0) {
   const rows = list.map((one, i) => ({ key: { scenario: one.i }, label: own[i].length > 23 ? `${own[i].slice(0, 17)}…${own[i].slice(-5)}` : own[i], text: text(one),
     tone: one.data.fits ? "ink" : "bad", limit: limitOf(one), parts: partsOf(one) }));
   bars(box, rows, { left: 150, right: 74, weight: 600, focus: false, x: { label: unit }, label: `${title}: ${list.map((one) => `${one.name} ${text(one)}`).join("; ")}` });
-  const used = new Map(rows.flatMap((r) => r.parts.filter((p) => p.value > 0).map((p) => [p.name, p])));
-  box.append(legend([...[...used.values()].map((p) => ({ label: p.name, colour: p.colour, pattern: p.pattern })), ...(rows.some((r) => r.limit) ? [{ label: "limit of the GPU", colour: "bad", shape: "line" }] : [])]));
 }
 
 /** Results, and every field in which two scenarios differ. What differs from the present configuration is marked. */

@@ -1,7 +1,7 @@
 // The workspace Plan: where the step's time goes, memory by stage and what to change first. Details open below it.
 
 import { bars } from "meshwright/charts.js";
-import { button, format, h, legend, panel, sentence, terms } from "meshwright/draw.js";
+import { button, format, h, panel, sentence, terms } from "meshwright/draw.js";
 import * as part from "meshwright/parts.js";
 import { parts } from "meshwright/views/sheet.js";
 
@@ -34,7 +34,7 @@ function changes(element, { items }, context) {
 function stages(element, { stages: all, limit_gib: limit }) {
   const { gib } = format, many = all.length > MOST_STAGES;
   const rows = all.map(({ total_gib: total, parts: own }, k) => ({ label: `stage ${k}`, text: gib(total), total, tone: total > limit && "bad",
-    parts: own.map((p) => ({ value: p.gib, ...part.memory(p.name), formula: `${p.name}: ${gib(p.gib)}\n${p.formula}` })) }));
+    parts: own.map((p) => ({ value: p.gib, name: p.name, ...part.memory(p.name), formula: `${p.name}: ${gib(p.gib)}\n${p.formula}` })) }));
   const shown = many ? [...rows.slice(0, MOST_STAGES / 2), ...rows.slice(-MOST_STAGES / 2)] : rows;
   const peak = Math.max(...shown.map((row) => row.total)), far = limit > 4 * peak; // a small model: the limit would hide its bars
   bars(element, shown, {
@@ -43,5 +43,4 @@ function stages(element, { stages: all, limit_gib: limit }) {
     label: `Memory per GPU by stage: ${shown.map((r) => `${r.label} ${r.text}`).join(", ")}; the limit is ${gib(limit)}`,
   });
   if (many) element.append(sentence(`The first and last ${MOST_STAGES / 2} of ${all.length} stages.`));
-  element.append(legend(all[0].parts.map(({ name }) => ({ label: name, ...part.memory(name) }))));
 }

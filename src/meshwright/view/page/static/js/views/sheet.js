@@ -1,7 +1,7 @@
 // What Python describes as parts (view/page/sheet.py), drawn one below the other: most views of plans, and the files of commands.
 
 import * as charts from "meshwright/charts.js";
-import { choice, contentWidth, controls, empty, format, h, legend, panel, sentence, stat, stats, table, terms } from "meshwright/draw.js";
+import { choice, contentWidth, controls, empty, format, h, panel, sentence, stat, stats, table, terms } from "meshwright/draw.js";
 import * as looks from "meshwright/parts.js";
 
 export const view = {
@@ -53,13 +53,11 @@ function curves(box, { series, ...more }) {
   charts.curves(box, { ...more, series: series.map((one) => ({ ...one, points: one.points.map(point(one.base)) })) });
 }
 
-/** Bars with room for their labels and texts, and a legend of the pieces that have names; the look of a piece is a part of the step or a colour. */
+/** Bars with room for their labels and texts; the look of a piece is a part of the step or a colour. */
 function bars(box, { rows: given, ...more }) {
   const small = contentWidth(box) < 480, short = (text) => (small && text.length > 20 ? `${text.slice(0, 19)}…` : text);
   const piece = ({ look, pattern, ...one }) => ({ ...one, ...(looks.STEP[look] ?? { colour: look }), ...(pattern && { pattern }) });
   const rows = given.map((row) => ({ ...row, label: short(row.label), parts: row.parts.map(piece) }));
-  const longest = (key) => Math.max(0, ...rows.map((row) => (row[key] ?? "").split(small ? " · " : "\n")[0].length)), named = new Map(rows.flatMap((row) => row.parts.map((one) => [one.name, one])));
+  const longest = (key) => Math.max(0, ...rows.map((row) => (row[key] ?? "").split(small ? " · " : "\n")[0].length));
   charts.bars(box, rows, { left: 16 + 6.6 * longest("label"), right: 12 + 6.4 * longest("text"), ...more });
-  named.delete(undefined);
-  if (named.size) box.append(legend([...named.values()].map(({ name, colour, pattern }) => ({ label: name, colour, pattern }))));
 }
