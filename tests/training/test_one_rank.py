@@ -255,10 +255,10 @@ def test_logs_of_frameworks(tmp_path):
     assert steps_in("train_step_timing in s: 1.25e+03\n" * 4, config).median == 1250
     assert steps_in('x\n{"step_time_s": 2.0, "memory_gib": 3}\n{"step_time_s": NaN}\n', config) == ([2.0], None, 3.0)
     assert steps_in("{broken step_time_s\nloss 3", config).seconds == []
-    assert steps_in("a 100 samples/s\n" * 4, config, r"([0-9]+) samples").median == 100
+    assert steps_in("a 100 samples/s\n" * 4, config, r"(?P<s>[0-9]+) samples").median == 100
     assert steps_in("a 100 samples/s\n" * 4, config, r"(?P<samples_per_s>[0-9]+) samples").median == batch / 100
     log = tmp_path / "log"
-    assert steps_in("a samples/s\n" * 4, config, r"a ([0-9]+)?").seconds == []
+    assert steps_in("a samples/s\n" * 4, config, r"a (?P<s>[0-9]+)?").seconds == []
     log.write_text(MEGATRON)
     found = measured_in(str(log), config)
     assert found.step_s == pytest.approx(0.5)

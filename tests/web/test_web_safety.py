@@ -208,7 +208,7 @@ def test_a_name_cannot_leave_its_element() -> None:
     assert page.count("<script") == page.count("</script>") == 3
     data = json.loads(re.search(r'id="meshwright-data">(.*?)</script>', page, re.S)[1])  # type: ignore[index]
     assert data["state"]["model"]["name"] == evil
-    assert data["views"]["advice"]["data"]["first"]
+    assert data["views"]["advice"]["data"]["items"]
     assert evil not in written({"timeline": {"data": evil}}, evil)
     assert "http" not in re.sub(
         r"data:[^\"]*|http-equiv|http://www.w3.org/2000/svg", "", re.sub(r">\{.*?</script>", "", page)
