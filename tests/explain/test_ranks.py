@@ -1,6 +1,7 @@
 """Ranks beside each other, with traces made by hand: numbers that can be counted by eye."""
 
 import json
+import os
 from pathlib import Path
 
 import jsonschema_rs
@@ -194,6 +195,14 @@ def test_nothing_to_read_is_an_error(words, code, capsys):
         main(["explain", *words])
     assert done.value.code == 2
     assert code in capsys.readouterr().err
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_an_error_and_not_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "trace.json")
+    with pytest.raises(SystemExit):
+        main(["explain", str(tmp_path / "trace.json")])
+    assert "MW-EXPL-001" in capsys.readouterr().err
 
 
 def test_groups_that_gloo_does_not_tell_apart_are_not_matched(tmp_path):

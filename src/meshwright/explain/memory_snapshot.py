@@ -78,6 +78,8 @@ class MemoryReport:
 
 def is_snapshot(path: Path) -> bool:
     """Whether a file is a memory snapshot, by the first key of its pickle."""
+    if not path.is_file():  # opening a pipe would wait for a writer
+        return False
     try:
         with path.open("rb") as file:
             head = file.read(512)
