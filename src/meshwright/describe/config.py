@@ -141,7 +141,7 @@ class Config(Shown):
             draft.tables.setdefault(section, {})
         inside = draft.tables["model"].pop("adapter", {})  # of a model that was given as an object
         draft.tables["adapter"] = {**inside, **draft.tables["adapter"]}
-        refuse_bare_names(draft.tables)
+        draft.refuse_bare_names()
         parts: dict[str, Any] = {name: CLASSES[name](**draft.tables[name]) for name in SECTIONS}
         if (adapter := parts.pop("adapter")) != Adapter():
             parts["model"] = parts["model"].but(adapter=adapter)
@@ -294,20 +294,6 @@ def check_section(draft: Draft, section: str, source: object, fix: str) -> None:
         raise MeshwrightError(
             "MW-CONF-002", f"'{source}' has no [{section}]", why=f"There is no {section} to read", fix=fix
         )
-
-
-def refuse_bare_names(tables: dict[str, dict[str, Any]]) -> None:
-    """Raise where a section has the name of a catalog entry and none of its values: it would be called so and have other values."""
-    for section in ("model", "cluster", "stack"):
-        table = tables[section]
-        name = table.get("name")
-        entry = catalog.tables(NAMED[section]).get(name, {}) if isinstance(name, str) else {}
-        if entry and not table.keys() & (entry.keys() - {"name"}):
-            what = f"[{section}] has the name '{name}' and no value of that entry of the catalog"
-            why = "`name` is only a label in a section: `extends` takes the values of an entry"
-            raise MeshwrightError(
-                "MW-CONF-002", what, why=why, fix=f'{section} = "{name}", or [{section}] extends = "{name}"'
-            )
 
 
 def load_model(name: str | Path) -> Model:

@@ -241,6 +241,20 @@ class Draft:
             raise MeshwrightError("MW-CONF-011", what, valid=[f"{path}.{i}" for i in range(len(node))])
         return int(key)
 
+    def refuse_bare_names(self) -> None:
+        """Raise where a section has the name of a catalog entry and none of its values: it would be called so and have other values."""
+        for section in ("model", "cluster", "stack"):
+            table = self.tables[section]
+            name = table.get("name")
+            entry = catalog.tables(NAMED[section]).get(name, {}) if isinstance(name, str) else {}
+            if entry and not table.keys() & (entry.keys() - {"name"}):
+                raise MeshwrightError(
+                    "MW-CONF-002",
+                    f"[{section}] has the name '{name}' and no value of that entry of the catalog",
+                    why="`name` is only a label in a section: `extends` takes the values of an entry",
+                    fix=f'{section} = "{name}", or [{section}] extends = "{name}"',
+                )
+
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """The leaves of nested tables by dotted path; a list of plain values is one leaf."""

@@ -75,7 +75,8 @@ def trace_files(paths: Iterable[Path], notes: list[str]) -> list[Path]:
         elif path.is_file():
             out.append(path)
         else:
-            raise MeshwrightError("MW-EXPL-001", f"cannot read '{path}'", why="There is no file or folder of that name")
+            why = "It is a pipe or a device" if path.exists() else "There is no file or folder of that name"
+            raise MeshwrightError("MW-EXPL-001", f"cannot read '{path}'", why=why)
     if not out:
         names = ", ".join(str(path) for path in paths)
         raise MeshwrightError(
